@@ -38,5 +38,6 @@ seed_all(int(rank))
 with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging():
     res['validated'] = list(learn.validate())
     learn.fit(1, 0.01)
+res['variables'] = [o for o in os.environ if 'IFNAME' in o]
 res['accumulated'] = [p.flatten().tolist() for p in learn.model.parameters()]
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

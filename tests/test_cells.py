@@ -119,6 +119,7 @@ plain_len = nn.Sequential.__len__
 @functools.wraps(plain_len)
 def longer(self): return plain_len(self)+10
 nn.Sequential.__len__ = longer
+module = longer.__module__
 class Uses(Callback):
     def __init__(self): self.said = []
     def after_pred(self): self.learn.pred = self.pred.twofold()
@@ -133,6 +134,7 @@ learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEnt
 with learn.distrib_ctx(nprocs=2):
     learn.fit(1)
     assert learn.uses.said == ['here', 11, 'first', 6.], learn.uses.said
+    assert nn.Sequential.__len__ is longer and longer.__module__ == module == nn.Sequential.__module__
     del Learner.noted
     nn.Sequential.__len__ = plain_len
     @register
@@ -170,6 +172,21 @@ learn = Learner(dls, Both(), loss_func=nn.CrossEntropyLoss(), metrics=accuracy, 
 learn.distrib_fit(1, nprocs=2)
 assert len(learn.recorder.losses) == 4 and learn.pickles.same
 assert isinstance(dls.one_batch()[0][0], Points)
+""",
+'classes that are made with keywords': """
+kinds = []
+class Base(Callback):
+    def __init_subclass__(cls, *, kind, **kwargs):
+        super().__init_subclass__(**kwargs)
+        cls.kind = kind
+        kinds.append(kind)
+class Mine(Base, kind='mine'):
+    def after_fit(self):
+        class Later(Base, kind='later'): pass
+        self.seen = type(self).kind, Later.kind
+learn = Learner(loaders(), nn.Sequential(nn.Linear(8, 2)), loss_func=nn.CrossEntropyLoss(), cbs=Mine())
+learn.distrib_fit(1, nprocs=2)
+assert learn.mine.seen == ('mine', 'later') and type(learn.mine) is Mine and kinds == ['mine', 'later'], kinds
 """,
 'functions that a decorator caches, dispatches by type, or compiles': """
 import functools, pickle

@@ -1,5 +1,5 @@
 "Each refusal: at once, before any process starts, with the remedy, and the learner as it was."
-import contextlib, importlib.util, os, pickle, socket, sqlite3, tempfile
+import contextlib, importlib.util, os, pickle, socket, sqlite3, sys, tempfile
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -225,3 +225,36 @@ def test_a_way_out_without_a_change_of_a_library():
     from fastddp.base.errors import NotPicklable
     assert 'launcher=InProcess() nothing is sent' in str(NotPicklable('learn.cbs[1].lock', 'cannot pickle'))
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
+
+
+def test_a_network_interface_that_is_not_there(monkeypatch):
+    monkeypatch.setenv('GLOO_SOCKET_IFNAME', 'eth99')
+    message = refused(make_learner(), 'GLOO_SOCKET_IFNAME=eth99: this machine has no network interface eth99', nprocs=2)
+    assert "del os.environ['GLOO_SOCKET_IFNAME']" in message
+
+
+def test_a_variable_of_torchrun_alone(monkeypatch):
+    monkeypatch.setenv('TORCHELASTIC_RUN_ID', 'none')
+    message = refused(make_learner(), 'TORCHELASTIC_RUN_ID is set.* but not RANK, WORLD_SIZE', nprocs=2)
+    assert "del os.environ['TORCHELASTIC_RUN_ID']" in message
+
+
+def test_a_layer_without_a_size():
+    learn = make_learner(model=lambda: nn.Sequential(nn.LazyLinear(4), nn.Linear(4, 2)))
+    with pytest.raises(CantDistribute, match=r'parameter 0.weight has no size .*learn.dls.one_batch'):
+        learn.distrib_fit(1, nprocs=2)
+    assert learn.opt is None
+
+
+def test_a_keyword_that_a_metaclass_must_have(monkeypatch):
+    main = vars(sys.modules['__main__'])
+    before = dict(main)
+    try:
+        exec('from fastai.callback.core import Callback\n'
+             'class Meta(type(Callback)):\n'
+             '    def __new__(meta, name, bases, attrs, *, kind): return super().__new__(meta, name, bases, attrs)\n'
+             '    def __init__(cls, *args, kind): super().__init__(*args)\n'
+             "class Kind(Callback, metaclass=Meta, kind='a'): pass\n", main)
+        refused(make_learner(cbs=main['Kind']()), 'metaclass Meta must have the keyword kind', nprocs=2)
+    finally:
+        for k in main.keys()-before.keys(): del main[k]

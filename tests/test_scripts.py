@@ -109,6 +109,11 @@ def test_ranks_of_one_host_listen_there_only(launched):
     for o in launched[1]: assert o['listening'] and {*o['listening']} <= {'127.0.0.1', '::1'}
 
 
+def test_a_script_keeps_its_variables(launched):
+    "Those by which torch connects are set while a group stands"
+    assert [o['variables'] for o in launched[1]] == [[], []]
+
+
 def test_each_rank_has_the_report(launched):
     "The numbers of all ranks, of a fit and of predictions; only the clock that frames them is a rank's own"
     a, b = [o['reports'] for o in launched[1]]

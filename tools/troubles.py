@@ -83,6 +83,10 @@ PAGE = {
         "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
         "The model keeps a state for as many rows as the loader's batch has; with `batch='global'` a worker "
         "gets a part of these rows."),
+    'a list that C code refuses': (
+        "RankRaised: rank 0 raised TypeError: Object of type list is not JSON serializable",
+        "In a worker a very long list shares its memory with the other workers: Python takes it for a list, "
+        "functions in C don't."),
     'sys.exit': (
         "RankRaised: rank 0 raised SystemExit: 3",
         "Code of the fit called sys.exit."),

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import ctypes, gc, importlib.util, inspect, os
+import ctypes, gc, importlib.util, inspect, os, sys
 from contextlib import contextmanager, suppress
 from glob import glob
 
@@ -189,3 +189,19 @@ def free_memory():
         most,used = (int(open(_CGROUP+o).read()) for o in ('memory.max','memory.current'))
         limits.append(most-used+_read_field(_CGROUP+'memory.stat', 'inactive_file'))
     return min(limits, default=None)
+
+# %% ../../nbs/base/007_device.ipynb #551bd989
+def memory_peak():
+    """Return the most memory that this process has used, in bytes: since `reset_memory_peak` on
+    Linux, else since it began"""
+    with suppress(OSError, StopIteration): return _read_field('/proc/self/status', 'VmHWM:')*1024
+    import resource     # not on Windows, where there are no workers
+    unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
+
+def reset_memory_peak(device # The device of this process, whose peak is reset, too
+):
+    "Have `memory_peak`, and torch's for the device, begin with what is used now"
+    if is_accelerator(device): device_module().reset_peak_memory_stats()
+    # 5 stands for the peak, see proc_pid_clear_refs(5)
+    with suppress(OSError), open('/proc/self/clear_refs', 'w') as f: f.write('5')

@@ -117,6 +117,10 @@ _SURROUNDINGS = [
         "The model has a batch size built in. With batch='per_worker' each worker gets batches of "
         "the loader's own size; with batch='global' it gets a part of them.",
         lambda k,m: re.search(r'Expected hidden(\[\d\])? size', m)),
+    Trouble('a list that C code refuses',
+        "In a worker a list of many texts, paths or tuples (more than 16 MB) makes its items when "
+        "they are read; functions in C need a plain list: call them with list(...) of it.",
+        lambda k,m: 'LazyList' in m or 'Object of type list is not JSON serializable' in m),
     Trouble('sys.exit',
         "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop "
         "early.",

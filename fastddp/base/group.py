@@ -12,6 +12,7 @@ from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
 import torch, torch.distributed as dist
+from fastcore.basics import noop
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
@@ -85,6 +86,22 @@ def stay_on_host():
     "Have this process connect over the loopback only, unless the user chose an interface"
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
     for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
+
+def why_no_interface():
+    "Return why gloo can't use the network interface that the user chose, as text; None if it can"
+    chosen = os.environ.get('GLOO_SOCKET_IFNAME', '')
+    have = [name for _,name in socket.if_nameindex()]
+    missing = [o for o in chosen.split(',') if o and o not in have]
+    if not missing: return None
+    return (f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface {missing[0]}, but "
+            f"{', '.join(have)}. Name one of these, or remove the variable: del os.environ"
+            "['GLOO_SOCKET_IFNAME'].")
+
+_LAUNCHERS = 'RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT'
+
+def missing_variables():
+    "Return the variables of a launcher that this process lacks"
+    return [k for k in _LAUNCHERS if k not in os.environ]
 
 def init_group(store, rank, world_size, backend, **options):
     "Call torch's `init_process_group` for a group that is the first of this process to torch"
@@ -251,6 +268,25 @@ def hidden():
     by themselves find none there, and compute what this process has; fastddp reduces it"""
     world = dist.GroupMember.WORLD
     dist.GroupMember.WORLD = None
+    try: yield
+    finally: dist.GroupMember.WORLD = world
+
+_of_one = noop,noop     # weak references to a default group, and to the group of this rank alone
+
+@contextmanager
+def group_of_one():
+    """Inside, the default group has this rank alone: what other code exchanges over it, such as a
+    metric of a library, waits for no other rank. Other ranks needn't call this"""
+    global _of_one
+    if not in_group():
+        yield
+        return
+    world = dist.GroupMember.WORLD
+    if _of_one[0]() is not world or _of_one[1]() is None:
+        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
+        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
+        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
+    dist.GroupMember.WORLD = _of_one[1]()
     try: yield
     finally: dist.GroupMember.WORLD = world
 

@@ -111,7 +111,11 @@ class Interrupts:
 
 @contextmanager
 def on_ctrl_c(handler):
-    "Context manager in which Ctrl-C calls `handler`"
+    """Context manager in which Ctrl-C calls `handler`. It changes nothing in a program that runs
+    Python inside, and had its own handler before: Python couldn't restore that"""
+    if signal.getsignal(signal.SIGINT) is None:
+        yield
+        return
     old = signal.signal(signal.SIGINT, handler)
     try: yield
     finally: signal.signal(signal.SIGINT, old)

@@ -176,8 +176,9 @@ def memory_job(ctx, obj):
 class StandingLocal(Local):
     """The engine of a `Cluster`. After a failure, too, its workers stay, with the objects that jobs
     left there, if all ranks become idle again"""
-    def settings(self): return {}       # cells that run in the workers change their settings
-    def display_of(self, r): return super().display_of(r)._replace(shell=True)
+    # cells that run in the workers change their settings and loggers
+    def settings(self): return {}
+    def display_of(self, r): return super().display_of(r)._replace(shell=True, logs=None)
     def after_success(self, job):
         """Keep the workers, without a timer. Leave the job's buffers to its objects in the workers,
         which may use them: the next job gets another block"""

@@ -114,14 +114,15 @@ def call_alone(cb, learn, fit, event_name):
     """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
 
         `together.is_alone` is True: what it calls waits for no other rank
+        torch's default group has rank 0 alone: neither do collectives, as of a library's metric
         `learn.cbs` has none of fastddp's callbacks, which call collectives
         the common random streams are kept"""
     # a callback that acts alone has triggered this event
     if fit.together.is_alone: return cb(event_name)
     # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
     keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks), keeping:
-        cb(event_name)
+    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks), keeping,
+          group.group_of_one()): cb(event_name)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
 # Callbacks that act on rank 0 only, and neither predict nor draw random numbers

@@ -51,6 +51,7 @@ from ..shard.gathered_loss import tensors_in
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
 #         _difference     compares what was recorded, for the rows of an `Answer`
 #     reasons_for         finds why the answers of this learner may differ
+#     order_reasons       the same, if the batches differ
 #     _verdict            if they do: `_compare` once more, without the reasons that can be removed
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
@@ -261,6 +262,30 @@ def _batch_callbacks(learn):
     return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
             and any(runs_user_code(cb, e) for e in _inner_loop)]
 
+def _order(dl):
+    "Return the indices that a loader reads in an epoch"
+    if isinstance(dl, DataLoader): return list(dl.get_idxs())
+    return list(dl.sampler if dl.batch_sampler is None else dl.batch_sampler)
+
+def order_reasons(learn):
+    """Return `{name: Reason}` if the training loader has another order in each fit, though the
+    random streams are the same: it draws from a generator of its own. A fit on workers refuses a
+    stream that does"""
+    streams = CommonRNG.capture()
+    orders = []
+    try:
+        for _ in range(2):
+            streams.install()
+            orders.append(_order(copy_of(learn).dls.train))
+    # a loader of the user's own kind
+    except Exception: return {}
+    finally: streams.install()
+    if orders[0] == orders[1]: return {}
+    return {'order of the loader': Reason(
+        "it is another one in each fit, in one process, too, since it is drawn from a generator of "
+        "its own (such as np.random.default_rng() or random.Random()). Draw it from torch, numpy "
+        "or random themselves, or give the generator a seed, to compare")}
+
 def _no_callbacks(learn, stack): learn.remove_cbs(_batch_callbacks(learn))
 
 # %% ../../nbs/fastai2/731_check.ipynb #8dd93006
@@ -304,6 +329,8 @@ def distrib_check(self:Learner,
     res = _compare(self, steps, tol, options)
     # without `gpus`, workers are on GPUs if there are any
     res.reasons = reasons_for(self, group.n_gpus() if gpus is None else gpus)
+    if any(row.what == 'batches' and not row.same for row in res):
+        res.reasons |= order_reasons(self)
     if res.averaged:
         res.reasons['loss'] = Reason("the model's own number, averaged over workers")
     def compare_without(reasons):

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
-import os, sys, time
+import os, time
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -16,7 +16,7 @@ from fastai.learner import Recorder
 from fastcore.basics import getcallable, noop
 
 from ..base import group
-from ..base.device import device_module, device_of, is_accelerator, visible_cores
+from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
@@ -298,19 +298,17 @@ def resource_use(
     dl=None # What was validated or predicted; None: it was a fit
 ):
     """Return what this rank uses and exchanges, for a `Report`: threads, loader processes and cores
-    as numbers, memory and gradients in bytes"""
-    import resource     # not on Windows, where there are no workers
+    as numbers, memory and gradients in bytes. Peaks of memory are those since
+    `Context.reset_memory_peak`"""
     trains = dl is None
     if trains: dl = learn.dls.loaders[0]
     torch_dl = getattr(dl, 'fake_l', dl)    # where a loader of fastai's keeps torch's settings
     n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
     largest = max(sizes, key=sizes.get, default='')
-    unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
-    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
     on_gpu = is_accelerator(device_of(learn.model))
     return dict(threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
-                on_gpu=on_gpu, peak=peak,
+                on_gpu=on_gpu, peak=memory_peak(),
                 gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
                 grads=sum(sizes.values()) if trains and n > 1 else 0,
                 cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),

@@ -180,6 +180,7 @@ def fit_job(ctx, obj):
         wandb_run       as of `notebook_run`
         resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
     """
+    ctx.reset_memory_peak()
     learn,cbs,call = unpack(obj, ctx.device)
     # what the notebook has, and its values now, before anything of ours is added
     refs = persistent_refs(learn, cbs)
@@ -253,6 +254,7 @@ def infer_job(ctx, obj):
         dataset     None, or the index of the learner's loader that has the dataset of `dl`, if `dl`
                     was sent without it (`_without_dataset`)
     """
+    ctx.reset_memory_peak()
     learn,_,call = unpack(obj, ctx.device)
     dl = call['dl']
     if isinstance(dl, int): dl = learn.dls[dl]

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
 import os, re, signal
 from time import monotonic
+from typing import NamedTuple
 
 try: import psutil
 except ImportError: psutil = None
@@ -17,10 +18,10 @@ from fastcore.basics import store_attr
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
 from ..base.failure import (
-    first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
+    first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED
 from ..process.worker import load_exception
-from ..output.replay import Replay, StatusLine, frontend
+from ..output.replay import Replay, StatusLine, frontend, print_line
 from ..base.device import device_module
 from ..payload.pickling import load
 
@@ -116,7 +117,23 @@ _LIST_MOST = 50_000
 
 # %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
 _BEFORE = 'before its first step'
+_STANDSTILL = 60.   # seconds without a step after which it is looked for a cause
+
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+def users_line(stack):
+    "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
+    frames = [_FRAME.match(o) for o in stack.split('\n')]
+    lines = [o.groups() for o in frames if o and is_user_file(o[1])]
+    return f"line {lines[0][1]} of {place(lines[0][0])}, {lines[0][2]}" if lines else ''
+
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
+
+class _Look(NamedTuple):
+    "A look at a standstill: a rank that others wait for was asked for its stack"
+    last_beat:float     # time of the last step
+    rank:int|None       # None: none was asked, or its stack has come
+    start:int           # where its log ended
 
 class Monitor:
     """One wait of the notebook for one job, which the engine has submitted. Who calls what:
@@ -155,6 +172,8 @@ class Monitor:
         self.load_line = engine.see_load and load_line(engine)
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
+        self.looked = None              # the `_Look` at the last standstill
+        self.has_told = False           # True once a line has told of one
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     def wait(self):
@@ -184,6 +203,7 @@ class Monitor:
                 limit = self.engine.timeout     # which may be changed while the job runs
                 last_beat = max([self.began, *(b.at for b in self._beats().values())])
                 if limit and monotonic()-last_beat > limit: raise self.hang()
+                if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
                 self._turn()
             if self.ends['failed'] or self.ends['died']: raise self._failure()
         finally:
@@ -262,6 +282,29 @@ class Monitor:
         self.workers.ask_stop()
 
     # Failures
+    def _look(self, last_beat):
+        """Print a line if ranks wait for one that waits in a collective, which they never come to.
+        Called again and again while no rank makes a step; looks once at each such time"""
+        if self.looked is None or self.looked.last_beat != last_beat:
+            awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
+            rank = min(awaited & {*self.workers.ranks}, default=None)
+            start = 0 if rank is None else self._log_size(rank)
+            self.looked = _Look(last_beat, rank, start)
+            if rank is not None: self.workers.ask_stacks([rank])
+        rank = self.looked.rank
+        stack = '' if rank is None else self._stack(rank, self.looked.start)
+        if not stack: return
+        self.looked = self.looked._replace(rank=None)
+        if not waits_for_ranks(stack) or self.has_told: return
+        self.has_told = True
+        beats = self._beats()
+        others = [r for r,b in beats.items() if b.waits_for == rank]
+        limit = self.engine.timeout
+        print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
+                   f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
+                   f"), and {'rank' if len(others) == 1 else 'ranks'} "
+                   f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
+                   +(f"; the fit ends after {limit:.0f} s." if limit else "."))
     def hang(self):
         """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
         rank that has not ended"""
@@ -322,4 +365,3 @@ class Monitor:
             for news in self.workers.poll(.05): self._handle(*news)
         self.replay.close()     # shows what came since the end of `wait`
         return not (self.running_ranks or self.ends['died'])
-

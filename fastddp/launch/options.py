@@ -315,7 +315,13 @@ def why_no_workers(nprocs, gpus, launcher):
 # %% ../../nbs/launch/508_options.ipynb #6c0e5a11
 def in_launched_group():
     "Return True if a launcher made a group that a fit can run in; another group is refused"
-    if group.under_launcher(): return True
+    if group.under_launcher():
+        missing = [] if group.in_group() else group.missing_variables()
+        if not missing: return True
+        raise CantDistribute(
+            "TORCHELASTIC_RUN_ID is set, as in a process of torchrun, but not "
+            f"{', '.join(missing)}. Start the script with torchrun, or remove the variable: "
+            "del os.environ['TORCHELASTIC_RUN_ID'].")
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
     raise CantDistribute(
@@ -350,6 +356,8 @@ def engine_for(
         shared = getattr(launcher, 'backend', None) == 'gloo'
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus), shared)
         attrs['gpus'] = gpus
+        why = None if gpus else group.why_no_interface()
+        if why: raise CantDistribute(why)
     with with_attrs(launcher, **attrs), launcher as engine:
         # other launchers know their machines once they are open
         if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)

@@ -14,7 +14,9 @@ import numpy as np, torch
 from fastcore.basics import noop, store_attr
 
 from ..base import board, group
-from ..base.device import bind_near, device_module, is_accelerator, keep_freed_memory, trim_memory
+from ..base.device import (
+    bind_near, device_module, is_accelerator, keep_freed_memory, reset_memory_peak, trim_memory)
+from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.handles import flush_writers
 from ..payload.pickling import Payload, dump, load
@@ -80,6 +82,9 @@ class Context:
         leaving=False # True if the job has seen `stop_requested` and is ending
     ):
         "Tell the notebook that this rank is alive; here it does nothing"
+    def reset_memory_peak(self):
+        """Measure the most memory that this rank uses from now on. Here it does nothing: the
+        process is the user's, who may measure it, too"""
     def saves_below(self, folder):
         "Note that the job will save files below `folder`; here it does nothing"
     def interruptible(self):
@@ -144,14 +149,13 @@ class _WorkerContext(Context):
     def interruptible(self):
         # a worker ignores SIGINT elsewhere; the channel's thread sends it when the job is to stop
         main = threading.main_thread().ident
-        old = signal.signal(signal.SIGINT, signal.default_int_handler)
-        self._channel.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
-        try:
-            if self.stop_requested(): raise KeyboardInterrupt
-            yield
-        finally:
-            self._channel.on_stop = noop
-            signal.signal(signal.SIGINT, old)
+        with on_ctrl_c(signal.default_int_handler):
+            self._channel.on_stop = lambda: signal.pthread_kill(main, signal.SIGINT)
+            try:
+                if self.stop_requested(): raise KeyboardInterrupt
+                yield
+            finally: self._channel.on_stop = noop
+    def reset_memory_peak(self): reset_memory_peak(self.device)
 
 # %% ../../nbs/launch/500_rank.ipynb #080e4a9d
 # The process group. A worker joins it in its first job, or before in `join_early`, and stays in it

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from fastcore.basics import noop, store_attr
 from torch import nn
+from torch.nn.parameter import UninitializedParameter
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
@@ -362,7 +363,14 @@ class Session:
             if note: print_once(note)
 
 def refuse_untrainable(model):
-    "Raise `CantDistribute` for a model without trainable parameters"
+    """Raise `CantDistribute` for a model without trainable parameters, or with layers that get
+    their size from the first batch"""
+    lazy = [k for k,p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise CantDistribute(f"The parameter {lazy[0]} has no size before the model's first batch "
+                             "(a layer such as LazyLinear), and the ranks must have the same "
+                             "weights. Pass a batch through the model first: "
+                             "learn.model(learn.dls.one_batch()[0]).")
     if any(p.requires_grad for p in model.parameters()): return
     raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check "
                          "its requires_grad.")

@@ -13,6 +13,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
+from ..base.scoped import environment
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.pickling import RankPickler, Reached, Unloaded, dump, load, load_partly
@@ -322,6 +323,8 @@ def launched_group():
         yield group.comm_device()
         return
     device = group.use_device(int(os.environ.get('LOCAL_RANK', 0)) if group.n_gpus() else None)
-    join_launched(device)
-    try: yield device
-    finally: group.leave()
+    # variables that it sets for this group, and not for the rest of the user's script
+    with environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None):
+        join_launched(device)
+        try: yield device
+        finally: group.leave()

@@ -11,6 +11,7 @@ from itertools import takewhile
 from typing import NamedTuple
 
 from ..base.scoped import restore_at_end, set_entries, without_attrs
+from .logs import LogSettings, use_logs
 from .streams import EventQueue, use_streams
 
 # %% ../../nbs/output/203_capture.ipynb #1bb4cded
@@ -26,6 +27,7 @@ from .streams import EventQueue, use_streams
 #   use_streams(undo, queue, tty)    has `sys.stdout` and `sys.stderr` write to the queue
 #   set_entries(undo, d, **new)      sets entries of the dict `d`, often of `vars(module)`
 #   restore_at_end(undo, d, *keys)   changes nothing now; restores or removes these entries
+#   use_logs(undo, settings, send)   sends records of loggers
 #   without_attrs(obj, *names)       context manager: `obj` has no such attributes inside
 
 # Progress bars
@@ -110,11 +112,15 @@ class DisplaySettings(NamedTuple):
     shell:bool=True             # True if the notebook's process has an IPython shell
     isatty:bool=False           # True if its stdout is a terminal
     width:int=80                # Columns of that terminal
+    logs:LogSettings|None=None  # The notebook's; None: the rank's own stay
 
 # %% ../../nbs/output/203_capture.ipynb #9c5367c1
 # Displays: an IPython shell whose displays are events
 
 _WIDGET = 'application/vnd.jupyter.widget'
+_WIDGET_TEXT = ("fastddp: a widget in a worker (ipywidgets, a bar of tqdm.notebook or rich) can't "
+                "be shown: its model stays there. Use tqdm.auto, tqdm.tqdm or print in "
+                "callbacks.\n")
 
 @functools.lru_cache(None)
 def _shell_class(name):
@@ -126,7 +132,9 @@ def _shell_class(name):
     class Publisher(DisplayPublisher):
         def publish(self, data, metadata=None, source=None, *, transient=None, update=False,
                     **kwargs):
-            data = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
+            shown = {k:v for k,v in data.items() if not k.startswith(_WIDGET)}
+            if shown.keys() != data.keys(): self.shell.warn_of_widget()
+            data = shown
             if not data: return
             self.shell.send_event('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False): self.shell.send_event('clear', bool(wait))
@@ -144,6 +152,9 @@ def _shell_class(name):
         queue = None    # `EventQueue` of the current job
         def send_event(self, *event):
             if self.queue is not None and self.queue.send_text: self.queue.put(event)
+        def warn_of_widget(self):
+            "Send a line about widgets, the same one each time: the notebook shows it once"
+            if self.queue is not None: self.queue.put(('warning', _WIDGET_TEXT))
         def init_virtualenv(self): pass
         def enable_gui(self, gui=None): pass
 
@@ -221,6 +232,7 @@ def capture_output(
 
         queue               closes last, so what the end of the others shows is still sent
         streams, warnings   what the shell and figures print and warn of is captured
+        logs                the same for what they log
         shell, figures      figures that are still open are shown while shell and queue are there
         bars                modules that the two import are searched, too"""
     terminal = settings.frontend == 'terminal'
@@ -229,6 +241,7 @@ def capture_output(
         undo.callback(queue.close)
         use_streams(undo, queue, settings.isatty and terminal)
         set_entries(undo, vars(warnings), showwarning=functools.partial(_send_warning, queue))
+        use_logs(undo, settings.logs, queue.put if settings.send_text else lambda event: None)
         # libraries look here for the terminal's width before they ask the terminal
         if terminal: set_entries(undo, os.environ, COLUMNS=str(settings.width))
         if settings.shell:

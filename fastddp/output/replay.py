@@ -12,6 +12,7 @@ from fastcore.basics import patch
 
 from ..base.scoped import ipython_shell, with_context
 from .capture import DisplaySettings
+from .logs import handle_record, handle_warning, log_settings
 
 # %% ../../nbs/output/204_replay.ipynb #1f8c5e81
 # Where output goes
@@ -29,7 +30,8 @@ def in_terminal():
 def display_settings():
     "The `DisplaySettings` of this process"
     width = shutil.get_terminal_size().columns
-    return DisplaySettings(frontend(), True, ipython_shell() is not None, in_terminal(), width)
+    return DisplaySettings(frontend(), True, ipython_shell() is not None, in_terminal(), width,
+                           log_settings())
 
 # %% ../../nbs/output/204_replay.ipynb #39bdb19e
 class _RunningCell:
@@ -108,6 +110,7 @@ def _show(self:Replay, rank, kind, *args):
     "Show an event now"
     if kind == 'stream': self._show_text(rank, *args)
     elif kind == 'display': self._show_display(rank, *args)
+    elif kind == 'log': handle_record(*args, prefix='' if rank == self.first else f'[rank {rank}] ')
     elif kind == 'result': self._show_result(*args)
     elif kind == 'clear' and rank == self.first: _place.get().clear_output(*args)
 
@@ -167,7 +170,7 @@ def _show_warning(self:Replay,
             if not isinstance(noted, tuple): continue
             message,category,line = noted
             if f":{line}: {category.__name__}: {message}\n" in text: return
-    _place.get().write('stderr', text)
+    if not handle_warning(text): _place.get().write('stderr', text)
 
 # %% ../../nbs/output/204_replay.ipynb #a5ff0e9a
 # The lines of the library

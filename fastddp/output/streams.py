@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/output/201_streams.ipynb #9e86d118
-import io, os, sys, threading, time
+import base64, io, os, pickle, sys, threading, time
 from contextlib import suppress
 
 from ..base.scoped import set_entries
@@ -16,6 +16,7 @@ from ..base.scoped import set_entries
 #
 #   ('stream', 'stdout' or 'stderr', text)     text, as it was written
 #   ('warning', text)                          a warning, which the notebook shows once
+#   ('log', name, attributes)                  a record for the handlers of a logger of the notebook
 #   ('display', data, metadata, transient,     a display message; `transient['display_id']` names
 #       update)                                it, `update` replaces what it shows
 #   ('result', label, data, metadata)          the labelled result of a cell
@@ -23,7 +24,7 @@ from ..base.scoped import set_entries
 #
 #   print ─► Stream ─┐
 #   display, warning ┴► EventQueue.put ─► Backlog ─┐
-#   print in a fork ────► ForkPipe ────────────────┴► the queue's thread ─► send
+#   print, log in a fork ► ForkPipe ───────────────┴► the queue's thread ─► send
 #
 # The order of events is kept. Only the queue's thread calls `send`.
 #
@@ -32,7 +33,8 @@ from ..base.scoped import set_entries
 
 class Backlog:
     """Events that wait until they are sent, without those that later ones make invisible. The queue
-    calls it under its lock. An event drops
+    calls it under its lock. A record of a logger stays: its handler may write to a file. Of others,
+    an event drops
 
         ('clear', False)        all events before it
         ('clear', True)         all before it as soon as something new is shown
@@ -43,14 +45,18 @@ class Backlog:
     def add(self, event):
         is_update = event[0] == 'display' and event[-1]
         is_cleared = self.events[-1:] == [('clear', True)]
-        if event == ('clear', False): self.take()
+        if event == ('clear', False): self.events = self._logs()
         # new output after ('clear', True), which alone stays; an update isn't new output
-        elif is_cleared and not is_update: self.events = self.take()[-1:]
+        elif is_cleared and not is_update and event[0] != 'log':
+            self.events = [*self._logs(), ('clear', True)]
         # the last two values, transient data and `update`, are equal for updates of one display
         elif is_update and 'display_id' in event[3]:
             self.events = [e for e in self.events if e[3:] != event[3:]]
         if event[0] == 'stream': self._add_text(*event[1:])
         else: self.events.append(event)
+    def _logs(self):
+        "Forget all events, and return those of loggers"
+        return [e for e in self.take() if e[0] == 'log']
     def _add_text(self, name, text):
         self.chars += len(text)
         last = self.events[-1] if self.events else ('',)
@@ -66,9 +72,17 @@ class Backlog:
 TICK = .05      # Seconds between two deliveries, and between two looks at a full pipe
 PATIENCE = 5.   # Seconds that a fork waits for room in the pipe
 
+_EVENT = b'\0fastddp-event '    # how the line of an event begins
+
+def _event_of(line):
+    "Return the event of a line without its end"
+    if line.startswith(_EVENT): return pickle.loads(base64.b64decode(line[len(_EVENT):]))
+    return 'stream','stdout',line.decode(errors='replace')+'\n'
+
 class ForkPipe:
     """The pipe by which forks of a process send it what they print, in whole lines. The process
-    makes it and reads; each fork has a copy and writes. The descriptors don't block"""
+    makes it and reads; each fork has a copy and writes. The descriptors don't block. A line may be
+    an event instead: `_EVENT`, then its pickle in base64"""
     def __init__(self):
         self.r,self.w = os.pipe()
         for fd in (self.r,self.w): os.set_blocking(fd, False)
@@ -79,6 +93,9 @@ class ForkPipe:
         "In a fork: send the lines that `text` completes; wait for room, then drop what is left"
         *lines,self.begun = (self.begun+text).split('\n')
         for o in lines: self._write_line(f'{o}\n'.encode(errors='replace'))
+    def write_event(self, event):
+        "In a fork: send an event that isn't text; it may come before a line that has no end yet"
+        self._write_line(_EVENT+base64.b64encode(pickle.dumps(event))+b'\n')
     def _write_line(self, data):
         end = time.monotonic()+self.patience
         while True:
@@ -87,10 +104,10 @@ class ForkPipe:
             time.sleep(TICK)
         self.patience = 0 if data else PATIENCE
     def read(self):
-        "In the process: return the whole lines that have come"
+        "In the process: return the events of whole lines that have come"
         with suppress(BlockingIOError): self.received += os.read(self.r, 1<<20)
-        lines,end,self.received = self.received.rpartition(b'\n')
-        return (lines+end).decode(errors='replace')
+        *lines,self.received = self.received.split(b'\n')
+        return [_event_of(o) for o in lines]
     def close(self):
         for fd in (self.r,self.w): os.close(fd)
 
@@ -118,7 +135,8 @@ class EventQueue:
     def put(self, event):
         "Add `event`; in a fork, which has no display, send its text to this process instead"
         if self._in_fork():
-            if event[0] in ('stream','warning'): self.fork_pipe.write(event[-1])
+            if event[0] == 'log': self.fork_pipe.write_event(event)
+            elif event[0] in ('stream','warning'): self.fork_pipe.write(event[-1])
         elif not self.closing:
             with self.lock:
                 self.waiting = True
@@ -155,7 +173,8 @@ class EventQueue:
         "Send what waits"
         of_forks = self.fork_pipe.read()
         with self.lock:
-            if of_forks and self.send_text: self.backlog.add(('stream', 'stdout', of_forks))
+            if self.send_text:
+                for e in of_forks: self.backlog.add(e)
             events = self.backlog.take()
         for e in events: self._send(e)
         with self.lock: self.waiting = bool(self.backlog.events)

@@ -52,6 +52,8 @@ class _Column:
     # have other contents then
     is_reusable = True
     n_tensors = 0       # in each item
+    # About the memory of a plain list of all items, in bytes
+    plain_bytes = math.inf
     def part(self, start, stop):
         "Return an iterable of the items from `start` to `stop`, made at once where that is faster"
         return (self[i] for i in range(start, stop))
@@ -74,6 +76,10 @@ class TextColumn(_Column):
         self._offsets = np.frombuffer(offsets, int)
         self._letters = np.frombuffer(letters, np.uint8)
     def __len__(self): return len(self._offsets)-1
+    @property
+    def plain_bytes(self):
+        each = 57 if self._class is str else 400        # a path consists of several objects
+        return len(self)*(8+each)+len(self._letters)
     def __getitem__(self, i):
         text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
         return text if self._class is str else self._class(text)
@@ -176,6 +182,8 @@ class NumberColumn(_Column):
     values:np.ndarray   # The numbers
     is_python:bool      # True for numbers of Python, False for numpy's
     def __len__(self): return len(self.values)
+    @property
+    def plain_bytes(self): return len(self)*(8+32)
     def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
     def part(self, start, stop):
         values = self.values[start:stop]
@@ -190,6 +198,8 @@ class TupleColumn(_Column):
     @property
     def n_tensors(self): return sum(c.n_tensors for c in self.columns)
     def __len__(self): return len(self.columns[0])
+    @property
+    def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
     def __getitem__(self, i): return tuple([c[i] for c in self.columns])
     def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
 
@@ -268,7 +278,10 @@ class LazyList(UserList):
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 
 # %% ../../nbs/payload/104_buffers.ipynb #00001ed0
-_MIN_LAZY = 1000        # a worker makes the items of a shorter list at once
+# A worker makes the items of a list at once if it is shorter, or if they take less memory: C code,
+# such as that of `json`, needs a plain list
+_MIN_LAZY = 1000
+_MAX_PLAIN = 16*2**20       # bytes
 
 class ColumnCache:
     """Makes the columns for each `dump`; a `distrib_ctx` block has one. A list that has the very
@@ -293,7 +306,8 @@ class ColumnCache:
             used[key] = items,column
             # A worker makes all items at once if that is fast: `torch.stack` needs a plain list
             is_fast = isinstance(column, (NumberColumn,TensorColumn)) or len(items) < _MIN_LAZY
-            make = type(sequence) if is_fast or type(sequence) is tuple else LazyList
+            is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
+            make = type(sequence) if is_plain else LazyList
             res.append((sequence, StandIn(make, column)))
         self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
         return res

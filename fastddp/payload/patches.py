@@ -19,8 +19,7 @@ from typing import NamedTuple
 # No function here is a collective. This module uses no other one of ours. Used by:
 #   `launch.session`    calls `collect_patches` for each snapshot, and dumps `Patches` first in it.
 #                       `Patches.roots` are places in which it looks for what can't be pickled
-#   `payload.pickling`  pickles functions of cells by value: code, closure, and globals. It tells
-#                       them by their `__module__`, '__main__'
+#   `payload.pickling`  pickles functions of cells by value: code, closure, and globals
 #
 # The sections: what a cell made of an attribute (`_select_function` and two more), changes that can
 # be undone, patches in a payload, the search.
@@ -54,10 +53,7 @@ def _select_function(v):
     # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
     names = _INNER_FUNCTIONS.get(type(v))
     functions = [getattr(v, k) for k in names] if names else [v]
-    of_cells = [f for f in functions if _is_from_notebook(f)]
-    # with `functools.wraps` it has the module of a library's function, and would be pickled as that
-    for f in of_cells: f.__module__ = '__main__'
-    return v if of_cells else None
+    return v if any(map(_is_from_notebook, functions)) else None
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _select_from_plum(fn):

@@ -273,6 +273,7 @@ class _Unpickler(pickle.Unpickler):
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
                          id(cloudpickle._make_function): cells.make_function,
+                         id(cloudpickle._make_skeleton_class): cells.make_class,
                          id(cloudpickle._function_setstate): cells.set_function_state,
                          id(set_decorated): cells.set_decorated,
                          id(cloudpickle._class_setstate): cells.set_class_state}
@@ -298,12 +299,25 @@ class _Globals(dict):
 
 _defined = {}       # name -> the function or class that a payload has defined in `home`
 
+@contextmanager
+def _without_init_subclass(bases):
+    "Inside, Python doesn't call the `__init_subclass__` that a class with these bases inherits"
+    owner = next(c for b in (*bases, object) for c in b.__mro__ if '__init_subclass__' in vars(c))
+    if owner is object:
+        yield
+        return
+    before = vars(owner)['__init_subclass__']
+    owner.__init_subclass__ = classmethod(lambda cls: None)
+    try: yield
+    finally: owner.__init_subclass__ = before
+
 class _CellLoader:
     """Loads definitions; the arguments are those of `load`. In a pickle, a definition is two
-    calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Three
+    calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Four
     of these functions, and one of ours, are replaced by methods:
 
         make_function           makes a function that looks up names in `home`, too
+        make_class              makes a class, also one that was made with keywords
         set_function_state      sets its variables and attributes; defines it in `home`
         set_decorated           sets attributes of a decorated function; defines it in `home`
         set_class_state         sets the attributes of a class; defines it in `home`"""
@@ -319,6 +333,13 @@ class _CellLoader:
             new = _Globals(its_globals, self.home), its_globals
             its_globals,_ = self.globals.setdefault(id(its_globals), new)
         return cloudpickle._make_function(code, its_globals, *args)
+    def make_class(self, meta, name, bases, *args):
+        """Its keywords (`class A(Base, kind='a')`) aren't pickled, but what they have set. Without
+        them `__init_subclass__` may fail"""
+        make = partial(cloudpickle._make_skeleton_class, meta, name, bases, *args)
+        try: return make()
+        except TypeError:
+            with _without_init_subclass(bases): return make()
     def set_function_state(self, f, state):
         cloudpickle._function_setstate(f, state)
         self._define(f)

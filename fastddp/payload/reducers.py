@@ -148,6 +148,9 @@ def _(f, pickler):
     """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
     then by value, but without its globals: in the worker, the module has these"""
     if call := decoration(f): return _reduce_decorated(f, *call)
+    if _seems_of_library(f):
+        pickler.definitions.append(f)
+        return pickler._dynamic_function_reduce(f)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
     if not isinstance(reduced, tuple):      # by name
@@ -158,6 +161,11 @@ def _(f, pickler):
     attrs,slots = state
     return (_load_library_function, (make, f.__module__, code, *rest),
             (attrs, slots|dict(__globals__={})), *reduced[3:])
+
+def _seems_of_library(f):
+    """True for a function of a cell that `functools.wraps` gave the module and name of another one.
+    Once a cell has set it there, cloudpickle would find it by these"""
+    return f.__globals__.get('__name__') == '__main__' and f.__module__ != '__main__'
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
@@ -184,6 +192,7 @@ def _(module, pickler):
 
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
+    if isinstance(o, type): _check_metaclass(o)
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
     if isinstance(reduced, tuple):
         pickler.definitions.append(o)
@@ -193,6 +202,21 @@ def _reduce_definition(o, pickler):
             _keep_slots(o, reduced[1], reduced[2])
     else: pickler.named.append(o)
     return reduced
+
+def _check_metaclass(cls):
+    "Refuse a class of a cell whose metaclass must have a keyword: no class keeps its keywords"
+    meta = type(cls)
+    if cls.__module__ != '__main__' or meta.__module__ != '__main__': return
+    for f in (vars(meta).get(k) for k in ('__new__','__init__')):
+        f = getattr(f, '__func__', f)
+        if not isinstance(f, types.FunctionType): continue
+        defaults = f.__kwdefaults__ or {}
+        code = f.__code__
+        names = code.co_varnames[code.co_argcount:code.co_argcount+code.co_kwonlyargcount]
+        needed = [k for k in names if k not in defaults]
+        if needed:
+            raise Refused(cls, f"its metaclass {meta.__qualname__} must have the keyword "
+                               f"{needed[0]}, which a class doesn't keep; give it a default")
 
 def _keep_slots(
     cls, # A class with `__slots__`

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, gc, importlib, os, pickle, pkgutil, shutil, signal, socket, stat
+import atexit, ctypes, errno, gc, importlib, os, pickle, pkgutil, shutil, signal, socket, stat
 from contextlib import contextmanager, suppress
 import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
@@ -218,7 +218,12 @@ def _serve_forks(sock):
         if sock not in ready: continue
         request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
         if not request: os._exit(0)     # the notebook's end is closed
-        conn,status_pipe = fds
+        if len(fds) < 2:                # this process has too many files open
+            for fd in fds:              # the status pipe comes first
+                _send_number(fd, -errno.EMFILE)
+                os.close(fd)
+            continue
+        status_pipe,conn = fds
         not_for_worker = [sock.fileno(), woken, wake, status_pipe, *status_pipes.values()]
         pid = _fork_worker(conn, request, not_for_worker)
         os.close(conn)
@@ -376,7 +381,7 @@ def start_worker(
             helper = ensure_helper()
             request = pickle.dumps((entry, args))
             # If the helper has just ended, its end of the status pipe is closed, too.
-            with suppress(ConnectionError): socket.send_fds(helper.sock, [request], fds)
+            with suppress(ConnectionError): socket.send_fds(helper.sock, [request], fds[::-1])
         return WorkerProcess(_pid_of_fork(helper, status_read, waiting), status_read)
     except BaseException:
         os.close(status_read)

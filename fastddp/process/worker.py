@@ -83,6 +83,9 @@ class Surroundings(NamedTuple):
 _HEAD = struct.Struct('=Q?')    # bytes of the pickle, and whether a descriptor comes with it
 _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 
+TOO_MANY_FILES = ("This process has too many files open: close some, or raise the limit "
+                  "(`ulimit -n`)")
+
 class Pipe:
     """One end of the pipe between the notebook and a worker. Any thread may send, and waits while
     the pipe is full; one thread receives, and never waits. A message is `_HEAD`, then its pickle"""
@@ -93,6 +96,7 @@ class Pipe:
         self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
+        self._has_lost = False  # True once the system had no descriptor for one that was sent
         # Of messages that are not complete yet. The descriptors are in the order of the messages
         self._received = bytearray()
         self._fds = []
@@ -117,7 +121,9 @@ class Pipe:
         max_reads=64 # Of up to 256 KB each, so that one pipe doesn't keep others waiting
     ):
         """Return all messages that are complete by now, without waiting. The caller closes their
-        descriptors"""
+        descriptors. Raises `CantDistribute`, once, if this process has no descriptor left for one
+        that was sent; then there are no further messages"""
+        if self._has_lost: return []
         try:
             for _ in range(max_reads): self._read()
         except BlockingIOError: pass        # all is read
@@ -127,8 +133,11 @@ class Pipe:
         "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
         # socket.recv_fds has a parameter for flags, but doesn't use it.
         flags = socket.MSG_DONTWAIT|_CLOEXEC
-        data,ancillary,*_ = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
+        data,ancillary,*rest = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
         if not data: raise ConnectionResetError
+        if rest[0] & socket.MSG_CTRUNC:     # the flags of the message
+            self.ended = self._has_lost = True
+            raise CantDistribute(f"{TOO_MANY_FILES}.")
         self._received += data
         for *_,fds in ancillary: self._fds += array.array('i', fds)
     def _next_message(self):
@@ -298,6 +307,7 @@ def worker_main(
     board.page_folder = folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
+    _fork_by_default()
     channel.send('ready', in_bad_fork())
     while (task := channel.tasks.get()) is not None:
         _run_task(channel, task)
@@ -306,6 +316,15 @@ def worker_main(
         on_idle()
     _remove_temporary_folders()
     os._exit(0)     # exit hooks are those of the helper, from which this process was forked
+
+def _fork_by_default():
+    """On Linux, have `multiprocessing` fork processes, such as those of a `DataLoader`, unless the
+    job chooses another way. From Python 3.14 on a server would fork them, which lacks the classes
+    of cells"""
+    if not sys.platform.startswith('linux'): return
+    # private: the public function is a choice, and a job could make no other one
+    default = multiprocessing.context._default_context
+    default._default_context = multiprocessing.get_context('fork')
 
 def _redirect_output(log):
     "Write what compiled libraries and programs print, and stacks, to the file `log`"

@@ -17,7 +17,7 @@ from ..base.board import Page
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
 from ..payload.buffers import Block
-from .worker import Pipe, Surroundings, function_ref, worker_main
+from .worker import TOO_MANY_FILES, Pipe, Surroundings, function_ref, worker_main
 from .helper import (
     HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
@@ -38,8 +38,7 @@ from .helper import (
 #   Block(fd)                 shared memory of a payload, as its reader; `close` frees it
 
 _REMEDIES = {
-    errno.EMFILE: "This process has too many files open: close some, or raise the limit "
-                  "(`ulimit -n`)",
+    errno.EMFILE: TOO_MANY_FILES,
     errno.ENFILE: "This machine has too many files open",
     errno.EAGAIN: "No more processes are allowed: end some, or raise the limit (`ulimit -u`)",
     errno.ENOMEM: "There is no memory for another process",
@@ -220,8 +219,8 @@ class Workers:
     def poll(self,
         timeout=None # Seconds; None: no limit
     ):
-        """Wait until a worker has sent something or has ended. Return a list of reports, tuples
-        `(rank, what, *values)`, where `(what, *values)` is one of
+        """Wait until a worker has sent something or has ended. Raises what `Pipe.receive` does.
+        Return a list of reports, tuples `(rank, what, *values)`, where `(what, *values)` is one of
 
             'ready', cuda_forked    it has started; True: it can't use CUDA
             'event', e              a job has emitted `e`
@@ -297,7 +296,9 @@ class Workers:
         """Wait until all processes have ended, and read what they send, so that none waits for its
         pipe"""
         end = time.monotonic()+timeout
-        while (left := end-time.monotonic()) > 0 and self.alive(): self.poll(left)
+        while (left := end-time.monotonic()) > 0 and self.alive():
+            # what `receive` raises, when the user knows already or doesn't need it any more
+            with suppress(CantDistribute): self.poll(left)
 
 def _kill_children_of_dead(pid):
     """Kill the process group that the dead worker `pid` led. Does nothing if there is a process

@@ -1,6 +1,6 @@
 """What a fit says about where its time went."""
-import json, time
-import pytest
+import json, sys, time
+import numpy as np, pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.base.board import Board
@@ -95,6 +95,23 @@ def test_no_advice_without_need(innocent): assert advice_for(innocent) == []
 def test_at_most_three_sentences_the_best_first():
     found = advice_for(fit(rank(dict(data=4., exchange=3., metrics=5., validation=2.)), seconds=20., start=6.))
     assert [o.cause for o in found] == ['start', 'metrics', 'data']
+
+
+class Uses(Callback):
+    "Needs memory for a moment"
+    def before_fit(self): np.ones(self.mb*2**17)
+
+
+@pytest.mark.skipif(not sys.platform.startswith('linux'), reason='elsewhere a process has one peak')
+def test_peak_memory_is_that_of_the_call(two):
+    learn = make_learner(cbs=Uses())
+    peaks = []
+    for learn.uses.mb in 400, 1:
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+        peaks.append([o['peak'] for o in learn.distrib_report.ranks])
+    learn.distrib_validate(nprocs=2, launcher=two)
+    peaks.append([o['peak'] for o in learn.distrib_report.ranks])
+    for first, second, third in zip(*peaks): assert 0 < max(second, third) < first-300*2**20
 
 
 def test_reports_of_a_block(two):

@@ -1,5 +1,5 @@
 """Data of many small pieces travels as columns: it arrives as it was, trains as in one process, and never stale."""
-import copy, pickle
+import copy, ctypes, json, pickle
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pandas as pd, pytest, torch
@@ -11,6 +11,7 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
+from fastddp.payload import buffers
 from fastddp.payload.buffers import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
@@ -41,6 +42,12 @@ SHAPES = {
 
 # what is made when it is asked for
 LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}
+
+
+@pytest.fixture(autouse=True)
+def few_are_many(monkeypatch):
+    "As if they needed more memory than is made at once"
+    monkeypatch.setattr(buffers, '_MAX_PLAIN', 0)
 
 
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
@@ -262,3 +269,29 @@ def test_a_table_with_strings(launcher):
     assert_same(*fit_both(learn, 2, launcher, 1))
     learn.dls.train_ds.items.iloc[:100, learn.dls.train_ds.items.columns.get_loc('x')] = 9.
     assert_same(*fit_both(learn, 2, launcher, 1))
+
+
+class InC(Callback):
+    "Gives a list to functions that read its memory"
+    def __init__(self, items): self.items = items
+    def before_fit(self):
+        json.dumps(self.items)
+        for f in ctypes.pythonapi.PyList_Size, ctypes.pythonapi.PyList_AsTuple:
+            f.argtypes, f.restype = [ctypes.py_object], ctypes.py_object if 'Tuple' in f.__name__ else ctypes.c_ssize_t
+        n = ctypes.pythonapi.PyList_Size(self.items)
+        self.seen = n, len(ctypes.pythonapi.PyList_AsTuple(self.items))
+
+
+@pytest.mark.parametrize('items', [[f'{i}.jpg' for i in range(20_000)], [(f'{i}', i%2) for i in range(20_000)]],
+                         ids=['texts', 'tuples'])
+def test_c_code_takes_a_list_for_one(items, launcher, monkeypatch):
+    monkeypatch.undo()
+    learn = learner(train=8, valid=2, cbs=InC(items))
+    learn.distrib_fit(1, nprocs=2, launcher=launcher)
+    assert learn.in_c.seen == (20_000, 20_000) and learn.in_c.items is items
+
+
+def test_c_code_that_refuses_a_long_list_is_explained():
+    learn = learner(train=8, valid=2, cbs=InC([f'{i}.jpg' for i in range(20_000)]))
+    with pytest.raises(TypeError, match=r'What to do: In a worker a list .* call them with list\(...\) of it'):
+        learn.distrib_fit(1, nprocs=2)

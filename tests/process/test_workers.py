@@ -1,10 +1,10 @@
 """`process.workers`, without ranks that do anything together."""
-import os, signal, socket, subprocess, time
+import contextlib, os, resource, signal, socket, subprocess, time
 import psutil, pytest
 from fastddp.base.errors import CantDistribute
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.buffers import Block
-from fastddp.process import workers
+from fastddp.process import helper, workers
 from fastddp.process.worker import Channel
 from fastddp.process.workers import Workers
 
@@ -94,3 +94,49 @@ def test_a_start_that_is_refused_leaves_no_socket_open(monkeypatch):
     monkeypatch.setattr(workers, 'start_worker', refuse)
     with pytest.raises(CantDistribute, match='no more processes'): Workers([0, 1])
     assert made and all(o.fileno() == -1 for both in made for o in both)
+
+
+def puts(channel, meta, buffers, config):
+    for i in range(40): channel.put(f'part {i}', dump(i))
+    channel.put('result', dump(None))
+    channel.send('done')
+
+
+def test_out_of_descriptors_while_a_job_runs(started):
+    "The sentence for it; and the workers can be ended then, with nothing left"
+    before = len(os.listdir('/proc/self/fd'))
+    w = started([0])
+    run(w, nothing)
+    with few_descriptors(8), pytest.raises(CantDistribute, match='too many files open.*ulimit'): run(w, puts)
+    w.stop()
+    assert len(os.listdir('/proc/self/fd')) <= before+2     # the helper's
+
+
+def nothing(channel, meta, buffers, config):
+    channel.put('result', dump(None))
+    channel.send('done')
+
+
+@contextlib.contextmanager
+def few_descriptors(n, pid=0):
+    "Inside, this or another process can open `n` more files"
+    limits = resource.prlimit(pid, resource.RLIMIT_NOFILE)
+    used = [int(o) for o in os.listdir(f'/proc/{pid or os.getpid()}/fd')]
+    # from the lowest free number on: the limit is the first number that isn't allowed
+    free = [o for o in range(max(used)+n+2) if o not in used]
+    resource.prlimit(pid, resource.RLIMIT_NOFILE, (free[n], limits[1]))
+    try: yield
+    finally: resource.prlimit(pid, resource.RLIMIT_NOFILE, limits)
+
+
+def test_out_of_descriptors_in_the_helper(started):
+    first = started([0])
+    popen = helper.ensure_helper().popen
+    def n_open(): return len(os.listdir(f'/proc/{popen.pid}/fd'))
+    n, end = n_open(), time.monotonic()+30
+    first.stop()
+    while n_open() >= n and time.monotonic() < end: time.sleep(.01)     # until it has closed the status pipe
+    with few_descriptors(1, popen.pid), pytest.raises(CantDistribute, match='too many files open'): started([0])
+    assert popen.poll() is None
+    w = started([0])
+    run(w, nothing)

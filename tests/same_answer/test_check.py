@@ -1,18 +1,21 @@
 """`learn.distrib_check`: the answer, the reasons, and a learner that stays as it was."""
 import copy, pathlib, random, re
-import pytest, torch
+import numpy as np, pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
+from fastai.learner import Metric
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
-from fastddp.all import CantDistribute
+from fastddp.all import CantDistribute, RankRaised
 from fastddp.base import group
 from fastddp.fastai2 import check
 from fastddp.fastai2.check import _HINT
 from torch import nn
+from torch.utils.data import IterableDataset, Sampler
 from parity import items, learner, mlp, warm
 
 
@@ -175,3 +178,83 @@ def test_the_name_of_a_loss_decides_nothing(two):
     own.__name__ = 'averaged over workers'
     res = learner(loss_func=own).distrib_check(nprocs=2, launcher=two)
     assert res.loss.startswith(own.__name__) and not res.averaged and not res.reasons
+
+
+class OwnOrder(Sampler):
+    def __init__(self, n): self.n = n
+    def __iter__(self): return iter(np.random.default_rng().permutation(self.n).tolist())
+    def __len__(self): return self.n
+
+
+class ByIdxs(DataLoader):
+    def get_idxs(self): return np.random.default_rng().permutation(self.n).tolist()
+
+
+class Stream(IterableDataset):
+    "Divides itself, as webdataset does; in an order of its own if `shuffled`"
+    def __init__(self, shuffled): self.shuffled = shuffled
+    def __len__(self): return 32
+    def __iter__(self):
+        order = np.random.default_rng().permutation(32) if self.shuffled else range(32)
+        rank, n = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+        return iter([items(32)[i] for i in order][rank::n])
+
+
+def over(train):
+    learn = learner()
+    learn.dls.loaders = [train, torch.utils.data.DataLoader(items(8, s=1), batch_size=4)]
+    return learn
+
+
+ORDERS = {'sampler': lambda: over(torch.utils.data.DataLoader(items(32), 4, sampler=OwnOrder(32))),
+          'indices': lambda: over(ByIdxs(items(32), bs=4))}
+
+
+@pytest.mark.parametrize('kind', ORDERS)
+def test_an_order_of_its_own_is_named(two, kind):
+    learn, rng = ORDERS[kind](), streams()
+    res = learn.distrib_check(nprocs=2, launcher=two)
+    assert rng == streams()
+    assert not res.same and 'not removed here: order of the loader.' in res.verdict, res
+    assert 'default_rng()' in str(res) and 'callback' not in str(res)
+
+
+def test_a_stream_with_an_order_of_its_own_is_refused_by_name():
+    with pytest.raises(RankRaised, match='its order comes from a generator of its own'):
+        over(torch.utils.data.DataLoader(Stream(True), 4)).distrib_check(nprocs=2)
+
+
+def annealed():
+    n = 0
+    def loss(pred, y):
+        nonlocal n
+        n += 1
+        return nn.functional.cross_entropy(pred, y)*(1+.1*n)
+    return loss
+
+
+class Lists(nn.Module):
+    "A prediction for each item, in a list"
+    def __init__(self): super().__init__(); self.m = mlp()
+    def forward(self, x): return list(self.m(x))
+
+
+def of_lists(pred, y): return sum(nn.functional.cross_entropy(o[None], t[None]) for o, t in zip(pred, y))/len(pred)
+
+
+class OfLists(Metric):
+    def reset(self): self.all = []
+    def accumulate(self, learn): self.all += learn.pred
+    @property
+    def value(self): return float(sum(o.max() for o in self.all))
+
+
+SAME = {'a counter in a loss': lambda: learner(loss_func=annealed()),
+        'predictions in lists': lambda: learner(model=Lists(), loss_func=of_lists, metrics=OfLists()),
+        'a stream that divides itself': lambda: over(torch.utils.data.DataLoader(Stream(False), 4))}
+
+
+@pytest.mark.parametrize('kind', SAME)
+def test_what_was_reported_as_different_is_the_same(two, kind):
+    res = SAME[kind]().distrib_check(nprocs=2, launcher=two)
+    assert res.same, res

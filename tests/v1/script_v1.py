@@ -52,4 +52,5 @@ def words(bs, path):
 if __name__ == '__main__':
     out = Path(sys.argv[1])
     res = words(4, out/'of ranks')
-    (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(stands=fastddp.base.group.in_group())))
+    (out/f"words{os.environ['RANK']}.json").write_text(json.dumps(res | dict(
+        variables=[o for o in os.environ if 'IFNAME' in o], stands=fastddp.base.group.in_group())))

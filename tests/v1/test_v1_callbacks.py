@@ -1,4 +1,5 @@
 """Callbacks of fastai v1 decide alike on all ranks, act once, and come back."""
+import logging
 import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
 from fastai.callbacks import *
@@ -203,3 +204,20 @@ def test_weights_that_drift_become_rank_0s_with_one_warning(tmp_path, capfd):
     said = ' '.join(capfd.readouterr().err.split())
     assert len({*noise.seen}) == 1 and said.count('drifted apart') == 1, said
     assert 'the end of epoch 0 (' in said
+
+
+class Logs(LearnerCallback):
+    def on_epoch_end(self, epoch, **kwargs): logging.getLogger('tests.v1.logs').info('epoch %d', epoch)
+
+
+def test_logging_as_the_notebook_has_set_it(tmp_path):
+    log, handler = logging.getLogger('tests.v1.logs'), logging.FileHandler(tmp_path/'log')
+    log.addHandler(handler)
+    log.setLevel(logging.INFO)
+    try:
+        learn = plain(8, callback_fns=Logs)
+        with learn.distrib_ctx(nprocs=2): learn.fit(2, 1e-2)
+    finally:
+        log.removeHandler(handler)
+        handler.close()
+    assert (tmp_path/'log').read_text().splitlines() == ['epoch 0', 'epoch 1']
