@@ -2,7 +2,8 @@
 
 Each shape of data goes through the same five calls, turn by turn: an epoch in this process; a first fit with the
 helper process ready, and a second one in the same block, each less what rank 0's own fit took; `get_preds` in this
-process, and on the workers in that block.
+process, and on the workers in that block. The ratio of epochs is that of four epochs each: rank 0's
+own part of a third fit in the block, to a fit in this process.
 
     python benchmarks/shapes.py [--repeats 3] [--machine NAME] [--shapes 'zip of tensors,images in memory']
 """
@@ -82,6 +83,7 @@ SHAPES = {  # -> `(maker, items, budget of a first fit)`
     'texts as lists': (lambda n: texts(n, list), 20_000, .3), 'images in memory': (images, 2_000, .3)}
 CALLS = ('local epoch', 'first fit beyond training', 'again in a block, beyond training', 'local get_preds',
          'get_preds on the workers')
+RATIO = 'epoch on the workers / epoch in one process'
 
 
 def seconds(f):
@@ -93,18 +95,26 @@ def seconds(f):
 def beyond_training(learn, fit): return seconds(fit)-(learn.clock.ended-learn.clock.began)
 
 
+def training(learn, n=4):
+    "Seconds of the training itself of a fit of `n` epochs, in this process or on the workers"
+    learn.fit(n)
+    return learn.clock.ended-learn.clock.began
+
+
 def turn(learn):
-    "Seconds of each of `CALLS`"
+    "Seconds of each of `CALLS`, and the ratio of epochs"
     local = seconds(lambda: learn.fit(1))
+    here = training(learn)
     with learn.distrib_ctx(nprocs=2):
         fits = [beyond_training(learn, lambda: learn.fit(1)) for _ in range(2)]
+        ratio = training(learn)/here
         away = seconds(learn.get_preds)
-    return [local, *fits, seconds(learn.get_preds), away]
+    return [local, *fits, seconds(learn.get_preds), away, ratio]
 
 
 def row(name, n, budget, turns):
     med = [round(statistics.median(o), 3) for o in zip(*turns)]
-    return dict(case=name, items=n, **dict(zip(CALLS, med)), budget=f'{budget} and 0.05')
+    return dict(case=name, items=n, **dict(zip((*CALLS, RATIO), med)), budget=f'{budget} and 0.05')
 
 
 def main():

@@ -11,6 +11,7 @@ from array import array
 from collections import UserList
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import chain
 from typing import NamedTuple
 
@@ -50,9 +51,13 @@ class _Column:
     # The column serves the next dump, too, if that list has the very same items. False if they may
     # have other contents then
     is_reusable = True
+    n_tensors = 0       # in each item
     # About the memory of a plain list of all items, in bytes
     plain_bytes = math.inf
-    def __iter__(self): return (self[i] for i in range(len(self)))
+    def part(self, start, stop):
+        "Return an iterable of the items from `start` to `stop`, made at once where that is faster"
+        return (self[i] for i in range(start, stop))
+    def __iter__(self): return iter(self.part(0, len(self)))
 
 # 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
 _ENCODING = 'utf-8','surrogatepass'
@@ -89,26 +94,39 @@ class TensorColumn(_Column):
     offsets:np.ndarray      # For each item its first element in that storage
     shapes:np.ndarray       # A row per item
     is_reusable = False     # `x.data` and `x.numpy()` write to a tensor without a new `_version`
+    n_tensors = 1
     def __len__(self): return len(self.offsets)
     def __getitem__(self, i):
+        if self._rows is not None: return self._of_class(self._rows[i])
         shape = self.shapes[i].tolist()
         storage = self.storages[self.storage_ids[i]]
         offset = int(self.offsets[i])
         return self._of_class(storage.narrow(0, offset, math.prod(shape)).view(shape))
-    def __iter__(self):
-        sizes = self.shapes.prod(1)
-        ends = self.offsets+sizes
-        are_adjacent = len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
-        if not are_adjacent: return super().__iter__()
-        # faster: one call makes all items. Those of `split` have one dimension
-        flat = self.storages[0][self.offsets[0]:ends[-1]]
-        n,ndim = self.shapes.shape
-        have_one_shape = (self.shapes == self.shapes[0]).all()
-        if have_one_shape: items = flat.view(n, *self.shapes[0].tolist()).unbind()
-        elif ndim == 1: items = flat.split(sizes.tolist())
-        else: items = map(Tensor.view, flat.split(sizes.tolist()), self.shapes.tolist())
+    def part(self, start, stop):
+        if not self._are_adjacent: return super().part(start, stop)
+        # one call makes all items
+        if self._rows is not None: items = self._rows[start:stop].unbind()
+        else:
+            shapes = self.shapes[start:stop]
+            sizes = shapes.prod(1).tolist()
+            flat = self.storages[0].narrow(0, int(self.offsets[start]), sum(sizes))
+            items = map(Tensor.view, flat.split(sizes), shapes.tolist())
         return map(self._of_class, items)
+    @cached_property
+    def _are_adjacent(self):
+        "True if each item begins where the last one ends"
+        ends = self.offsets+self.shapes.prod(1)
+        return len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
+    @cached_property
+    def _rows(self):
+        "The items as rows of one tensor; None if they aren't adjacent or have several shapes"
+        if not self._are_adjacent or (self.shapes != self.shapes[0]).any(): return None
+        flat = self.storages[0].narrow(0, int(self.offsets[0]), int(self.shapes.prod(1).sum()))
+        return flat.view(len(self), *self.shapes[0].tolist())
     def _of_class(self, t):
+        # A view has a record for autograd, which takes as much memory as the rest of it, and with
+        # which some changes in place raise an error. What `detach` returns has none
+        t = t.detach()
         return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
 
 # %% ../../nbs/payload/104_buffers.ipynb #684d8a35
@@ -167,7 +185,9 @@ class NumberColumn(_Column):
     @property
     def plain_bytes(self): return len(self)*(8+32)
     def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
-    def __iter__(self): return iter(self.values.tolist() if self.is_python else self.values)
+    def part(self, start, stop):
+        values = self.values[start:stop]
+        return values.tolist() if self.is_python else values
 
 @dataclass
 class TupleColumn(_Column):
@@ -175,11 +195,13 @@ class TupleColumn(_Column):
     columns:list        # For each position in the tuples the column of the items there
     @property
     def is_reusable(self): return all(c.is_reusable for c in self.columns)
+    @property
+    def n_tensors(self): return sum(c.n_tensors for c in self.columns)
     def __len__(self): return len(self.columns[0])
     @property
     def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
     def __getitem__(self, i): return tuple([c[i] for c in self.columns])
-    def __iter__(self): return zip(*self.columns)
+    def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
 
 # %% ../../nbs/payload/104_buffers.ipynb #b490059f
 _TEXTS = {str, pathlib.PosixPath}
@@ -206,8 +228,13 @@ def make_column(
     return None if None in columns else TupleColumn(columns)
 
 # %% ../../nbs/payload/104_buffers.ipynb #bafdd887
+# A list with tensors makes a block of items when one of them is read, and keeps them, since to make
+# an item takes as long as to read it and put it into a batch. The limit is about 50 MB
+_BLOCK = 64             # items
+_MAX_KEPT = 2**17       # tensors of a list
+
 class LazyList(UserList):
-    """A list in a worker that makes each item from a column when it is read.
+    """A list in a worker that makes an item from a column when it is read.
 
     It says that it is a list, by `__class__`, which `isinstance(o, list)` asks. It isn't a subclass
     of `list`: functions in C, such as `torch.stack` or `[1]+o`, ask `type(o)`, read the memory of a
@@ -216,21 +243,37 @@ class LazyList(UserList):
         column # What `make_column` returned
     ):
         self.source = column        # or the plain list, once `data` has made it
+        self._ids = range(len(column))
+        n_tensors = column.n_tensors
+        n_kept = min(len(column), _MAX_KEPT//n_tensors) if n_tensors else 0
+        self._kept = [None]*n_kept      # the first items, each None until its block is made
     @property
     def __class__(self): return list
     # `UserList` keeps its list in `data`. The methods below read the column; all others of
     # `UserList` (`append`, `sort`, `==`) use `data`, and so make a plain list of all items first
     @property
     def data(self):
-        if type(self.source) is not list: self.source = list(self.source)
+        if type(self.source) is not list: self.data = list(self)
         return self.source
     @data.setter
-    def data(self, items): self.source = items      # of `o += items`
+    def data(self, items):      # `o += items` calls it, too
+        self.source = items
+        self._kept = []
     def __len__(self): return len(self.source)
     def __getitem__(self, i):
-        ids = range(len(self.source))[i]        # raises IndexError as a list does
-        return [self.source[o] for o in ids] if isinstance(ids, range) else self.source[ids]
-    def __iter__(self): return iter(self.source)
+        if type(self.source) is list: return self.source[i]
+        i = self._ids[i]        # raises IndexError as a list does
+        if type(i) is range: return [self[o] for o in i]
+        if i >= len(self._kept): return self.source[i]
+        if self._kept[i] is None: self._keep_block(i-i%_BLOCK)
+        return self._kept[i]
+    def _keep_block(self, start):
+        stop = min(start+_BLOCK, len(self._kept))
+        self._kept[start:stop] = self.source.part(start, stop)
+    def __iter__(self):
+        if type(self.source) is list: return iter(self.source)
+        n = len(self._kept)
+        return chain((self[i] for i in range(n)), self.source.part(n, len(self)))
     def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 

@@ -111,6 +111,17 @@ def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
 
+def test_a_tensor_of_a_list_is_no_view_and_an_item_that_was_read_stays():
+    for shape in 'tensors of their own', 'tensors':
+        o = packed(made(shape))
+        first = o[3][0] if shape in LAZY else o[3]
+        first += torch.ones(4, requires_grad=True)      # refused by autograd for what `unbind` returns
+        assert o[3] is o[3] and o[3-N] is o[3] and o[2:5][1] is o[3] and list(o)[3] is o[3]
+        kept = o[3]
+        o.append(o[0])
+        assert o[3] is kept and o[-1] is o[0]
+
+
 def test_a_closed_image_is_named():
     items = [image(x, y) for x, y in zip(xs(), ys())]
     items[7].close()
