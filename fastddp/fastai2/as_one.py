@@ -149,7 +149,8 @@ def _call_unreduced(cb, event_name):
 #   before_epoch      ShardData        seeds each rank's random streams
 #   before_train      ShardData        shards a loader that isn't sharded
 #                     ReduceMetrics    begins to note what metrics need
-#                     vote *           then DDP is prepared *, and the loop reads its shard
+#                     vote *           then DDP is prepared *, and the loop reads its shard:
+#                     vote 'order' *   whether the ranks have drawn the same order
 #   each batch        vote *           at the events that code of the user's handles
 #                     loss           * between two events: a loss that needs the global batch
 #                     StepSync       * a vote before the backward pass; one loss and one gradient of
@@ -160,7 +161,7 @@ def _call_unreduced(cb, event_name):
 #                     vote *
 #   before_validate   ShardData        shards a loader that isn't sharded
 #                     ReduceMetrics    begins to note what metrics need
-#                     vote *           then the loop reads its shard
+#                     vote *           then the loop reads its shard, after a vote 'order' *
 #   end of the loop   vote *           also if a rank leaves it; none in the batches
 #   after_validate    ReduceMetrics  * metrics of all ranks
 #                     vote *

@@ -52,9 +52,9 @@ from ..shard.torch_loader import (
 # Ranks use the last two as well: to take rank 0's order (`inference.order_from_rank0`), and to undo
 # what another loop over a loader has drawn (`callbacks.kept_streams`).
 #
-# Nothing here is a collective. The shards of all ranks fit together because each rank draws the
-# order of an epoch by itself: of the same loader, from the common random streams. So all ranks must
-# draw the same numbers from these.
+# The shards of all ranks fit together because each rank draws the order of an epoch by itself, of
+# the same loader, from the common random streams. So all ranks must draw the same numbers from
+# these. Whether the orders are alike is compared when an epoch begins (`Together.agree_on_order`).
 
 # 1. Loaders whose batches continue each other
 

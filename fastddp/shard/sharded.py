@@ -30,8 +30,8 @@ from .trees import spec_of, tensors_in
 #     write_back              how what changes in a clone gets into the user's loader
 #     processes of a loader
 #
-# Nothing here is a collective: each rank draws the order of an epoch by itself, from streams that
-# are the same on all ranks.
+# One collective: at the beginning of an epoch `Sharded` has the ranks agree on its order
+# (`agree_on_order`). Each has drawn it by itself, from streams that are the same on all ranks.
 #
 # Used here:
 #   common     a `CommonRNG`: inside `with common:`, the global random streams are those that all
