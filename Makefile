@@ -56,7 +56,9 @@ JOBS ?= 4
 SELECT ?= -m 'not full'
 side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),--junitxml='$(REPORT)')
 
+# The device of tests/simulated_gpu is compiled first: beside the tests it would take longer than a test may
 test: venv
+	-@PYTHONPATH=tests $(PY) -m simulated_gpu.build > /dev/null
 	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
 
 size: venv

@@ -24,7 +24,7 @@ TESTS = {
     'payload/reducers': 'comes_back/test_warm.py',
     'payload/handles': 'apps/test_reported.py',
     'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
-    'payload/models': 'comes_back/test_torch_models.py',
+    'payload/sending': 'test_refusals.py', 'payload/models': 'comes_back/test_torch_models.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/changes': 'comes_back/test_variables.py',
     'output': 'output/test_capture.py',
     'output/streams': 'output/test_forks.py',

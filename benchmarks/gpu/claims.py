@@ -117,7 +117,8 @@ CLAIMS = [
 ]
 
 # Words about GPUs that promise nothing that could fail on one
-NO_CLAIMS = ('Nothing has been run on a GPU yet', 'what is promised about GPUs',
+NO_CLAIMS = ('Nothing has been run on a GPU yet', 'starts threads or uses the GPU when it is imported',
+             'what is promised about GPUs',
              'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs, where there are GPUs')
 
 

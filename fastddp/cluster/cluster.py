@@ -23,7 +23,7 @@ from ..launch.engine import Job
 from ..launch.local import (
     Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
 from ..launch.options import CHECKS, workers_for
-from ..launch.session import dump_or_blame, dump_with_patches
+from ..payload.sending import dump_or_blame, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
 from ..process.worker import Surroundings, resolve_function

@@ -12,7 +12,7 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
-from ..launch.session import dump_snapshot
+from ..payload.sending import dump_snapshot
 from ..launch.training import dump_state, load_state, warn_of_unset
 from ..payload.changes import ChangeTracker, apply_changes, look_for_held
 from ..payload.pickling import Definitions

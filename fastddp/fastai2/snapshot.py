@@ -19,7 +19,7 @@ from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from .parts import PARTS, all_cbs
-from ..launch.session import dump_snapshot
+from ..payload.sending import dump_snapshot
 from ..launch.training import dump_state, is_rank0_only, load_state, warn_of_unset
 from ..payload.changes import ChangeTracker, apply_changes, look_for_held
 from ..payload.pickling import Definitions

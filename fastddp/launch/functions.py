@@ -20,7 +20,7 @@ from .background import BackgroundJob
 from .caller import CallerIsRank, as_rank
 from .engine import Job
 from .local import Local
-from .session import dump_with_patches
+from ..payload.sending import dump_with_patches
 from ..payload.held import Root
 from ..payload.pickling import Definitions
 from ..payload.state import own_memory

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
 import threading, warnings
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 
 from fastcore.basics import noop, store_attr
 from torch import nn
@@ -15,7 +15,6 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..base.device import OutOfMemory, device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
-from ..base.rng import CommonRNG
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
@@ -24,16 +23,13 @@ from .options import engine_for, in_launched_group, refuse_changes
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.buffers import ColumnCache
-from ..payload.patches import collect_patches
-from ..payload.pickling import Definitions, dump
-from ..payload.blame import not_picklable
-from ..payload.settings import Settings
+from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #3840029d
-# All of this runs in the notebook's process. In order: a snapshot as bytes; the learner's memory on
-# GPUs; `distrib_block`; `Call`; `Session`. Subclasses of the last two are in `fastai2.session`,
+# All of this runs in the notebook's process. In order: the learner's memory on GPUs;
+# `distrib_block`; `Call`; `Session`. Subclasses of the last two are in `fastai2.session`,
 # `fastai2.jobs` and `fastai1.session`; their docstrings say what of these base classes they use.
 #
 # Used here:
@@ -43,53 +39,8 @@ from ..shard.same_model import bn_note
 #   Launcher.place_after_failure    `(n, gpus)` of the next try, or raises `CantDistribute`
 #   Report                          `end_phase` notes that a phase ends now; `add_results` gets what
 #                                   the ranks measured
-#   ColumnCache                     columns of the last snapshot, which the next one may share
 #   Definitions                     a list that `dump` fills: functions and classes of cells it sent
 #   uninterrupted_exit              an `ExitStack` that is closed as a whole, with Ctrl-C delayed
-
-# A snapshot as bytes
-def dump_or_blame(
-    obj,      # The object to pickle
-    roots,    # Path -> object, most telling first: where to look for what can't be pickled
-    **kwargs # Passed on to `dump`
-):
-    "Return `dump(obj, **kwargs)`; raises `NotPicklable`, which names the path to the cause"
-    try: return dump(obj, **kwargs)
-    except KeyboardInterrupt: raise
-    except BaseException as e: error = e        # also SystemExit: a `__reduce__` may exit
-    raise not_picklable(obj, roots, error, dump)
-
-def dump_with_patches(
-    obj, # A dict; if it has 'definitions', settings of libraries and own modules go along, too
-    roots, # As for `dump_or_blame`
-    **kwargs # Passed on to `dump`
-):
-    "As `dump_or_blame`, with the notebook's patches, which a worker installs before it loads `obj`"
-    patches = collect_patches()
-    roots = roots | patches.roots()
-    if 'definitions' not in obj:
-        return dump_or_blame(dict(patches=patches, **obj), roots, **kwargs)
-    # both look at what was pickled before them
-    settings = Settings()
-    obj = dict(patches=patches, **obj, settings=settings)
-    obj['definitions'] = obj.pop('definitions')
-    try: return dump(obj, **kwargs)
-    except Exception: settings.checks = True
-    return dump_or_blame(obj, roots, **kwargs)
-
-def dump_snapshot(
-    obj, # The learner, its callbacks, the call: a dict
-    roots, # Path -> object, most telling first: where to look for what can't be pickled
-    *changes, # Context managers inside which the learner is as it is to be pickled
-    columns=None, # `ColumnCache` that the snapshots of one block share
-    definitions=None # Gets the notebook's `Definitions` that are sent
-):
-    "Return a `Payload` of `obj`, random streams and patches; raises `NotPicklable`"
-    obj = dict(rng=CommonRNG.capture().state(), **obj,
-               definitions=Definitions() if definitions is None else definitions)
-    with ExitStack() as stack:
-        for o in changes: stack.enter_context(o)
-        return dump_with_patches(obj, roots, columns=columns or ColumnCache())
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
 # The notebook's learner on a GPU

@@ -105,10 +105,11 @@ if threading.active_count() == 1 and 'pytest' not in sys.modules: os._exit(3)   
 @pytest.mark.parametrize('more', [THREAD, ENDS_HELPER], ids=['thread', 'ends'])
 def test_a_library_after_which_workers_cannot_be_forked(module, more):
     lib = module('lib_refused', more)
-    before = helper.ensure_helper().popen.pid
+    helper.ensure_helper()
     try:
         for _ in range(2):
-            assert imported_by_workers(lib.here)
-            assert wait_for_next() == before and 'lib_refused' in helper._refused
+            assert imported_by_workers(lib.here)    # the helper doesn't have it, now as before
+            wait_for_next()     # on a busy machine other imports may have a new helper made
+            assert 'lib_refused' in helper._refused
     finally: helper._refused.clear()
     assert helper.start_method() == 'forkserver'

@@ -5,9 +5,12 @@ from simulated_gpu import build
 
 
 def pytest_collection_modifyitems(items):
-    if why := build.why_not():
-        for o in items:
-            if o.path.parent.name == 'simulated_gpu': o.add_marker(pytest.mark.skip(reason=why))
+    why = build.why_not()
+    for o in items:
+        if o.path.parent.name != 'simulated_gpu': continue
+        if why: o.add_marker(pytest.mark.skip(reason=why))
+        # the first one may wait until the device is compiled
+        elif not o.get_closest_marker('timeout'): o.add_marker(pytest.mark.timeout(900))
 
 
 @pytest.fixture(scope='module', autouse=True)
