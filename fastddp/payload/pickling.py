@@ -298,9 +298,9 @@ imports = []            # `(module, seconds, names of all modules)` of imports b
 def _noting_import(module, find):
     "Return `find()`; add it to `imports` if that imported modules for a while"
     n_before = len(sys.modules)
-    began = time.perf_counter()
+    began = time.process_time()
     found = find()
-    seconds = time.perf_counter()-began
+    seconds = time.process_time()-began
     if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
         imports.append((module, seconds, tuple(new)))
     return found
