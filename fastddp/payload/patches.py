@@ -17,7 +17,7 @@ from typing import NamedTuple
 #                 unpickled           then the objects that need them are loaded
 #
 # No function here is a collective. This module uses no other one of ours. Used by:
-#   `launch.session`    calls `collect_patches` for each snapshot, and dumps `Patches` first in it.
+#   `payload.sending`   calls `collect_patches` for each snapshot, and dumps `Patches` first in it.
 #                       `Patches.roots` are places in which it looks for what can't be pickled
 #   `payload.pickling`  pickles functions of cells by value: code, closure, and globals
 #

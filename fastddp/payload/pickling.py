@@ -292,7 +292,7 @@ class _Unpickler(pickle.Unpickler):
         found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
         return self._instead.get(id(found), found)
 
-_LEAST_IMPORT = .01     # seconds
+_LEAST_IMPORT = .01     # seconds of processor time
 imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
 
 def _noting_import(module, find):

@@ -375,7 +375,7 @@ def ensure_helper():
 class Import(NamedTuple):
     "An import in a worker, for an object that was sent to it"
     module:str      # The module of the object
-    seconds:float
+    seconds:float   # Processor time: that of the clock is longer on a busy machine
     modules:tuple   # Names of all modules that were imported then, outermost first
 
 _LEAST_SECONDS = .3         # of imports in a call that are worth another helper
