@@ -2519,6 +2519,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.output.streams.Stream.write': ( 'output/streams.html#stream.write',
                                                                                  'fastddp/output/streams.py'),
                                         'fastddp.output.streams._event_of': ('output/streams.html#_event_of', 'fastddp/output/streams.py'),
+                                        'fastddp.output.streams._text_line': ( 'output/streams.html#_text_line',
+                                                                               'fastddp/output/streams.py'),
                                         'fastddp.output.streams.use_streams': ( 'output/streams.html#use_streams',
                                                                                 'fastddp/output/streams.py')},
             'fastddp.payload.blame': { 'fastddp.payload.blame._Failing': ('payload/blame.html#_failing', 'fastddp/payload/blame.py'),

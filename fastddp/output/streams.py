@@ -76,8 +76,15 @@ _EVENT = b'\0fastddp-event '    # how the line of an event begins
 
 def _event_of(line):
     "Return the event of a line without its end"
-    if line.startswith(_EVENT): return pickle.loads(base64.b64decode(line[len(_EVENT):]))
+    # lines of forks that are longer than the pipe takes at once may have been mixed
+    with suppress(Exception):
+        if line.startswith(_EVENT): return pickle.loads(base64.b64decode(line[len(_EVENT):]))
     return 'stream','stdout',line.decode(errors='replace')+'\n'
+
+def _text_line(line):
+    "Return a line of text as bytes; one that looks like an event loses its first byte"
+    data = f'{line}\n'.encode(errors='replace')
+    return data[1:] if data.startswith(_EVENT) else data
 
 class ForkPipe:
     """The pipe by which forks of a process send it what they print, in whole lines. The process
@@ -92,7 +99,7 @@ class ForkPipe:
     def write(self, text):
         "In a fork: send the lines that `text` completes; wait for room, then drop what is left"
         *lines,self.begun = (self.begun+text).split('\n')
-        for o in lines: self._write_line(f'{o}\n'.encode(errors='replace'))
+        for o in lines: self._write_line(_text_line(o))
     def write_event(self, event):
         "In a fork: send an event that isn't text; it may come before a line that has no end yet"
         self._write_line(_EVENT+base64.b64encode(pickle.dumps(event))+b'\n')

@@ -1,5 +1,5 @@
 """What a fork of a rank prints arrives, such as the lines of a `DataLoader` worker."""
-import contextlib, os, time
+import base64, contextlib, os, pickle, time
 import pytest
 from fastddp.base.scoped import with_attrs
 from fastddp.output import streams
@@ -27,6 +27,12 @@ def in_forks(*prints, meanwhile=lambda: None):
 def test_a_fork_that_prints_more_than_a_pipe_holds():
     lines = [f'{i} {"x"*100}' for i in range(5000)]
     assert in_forks(lambda: [print(o) for o in lines]).splitlines() == lines
+
+
+def test_what_a_fork_prints_is_never_unpickled():
+    "Text may come from data; a line of it that looks like an event stays text"
+    line = streams._EVENT.decode()+base64.b64encode(pickle.dumps(('stream', 'stdout', 'from a pickle'))).decode()
+    assert in_forks(lambda: print(line)) == f'{line[1:]}\n'
 
 
 def test_lines_longer_than_a_pipe_holds_stay_whole():
