@@ -1059,6 +1059,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._is_own': ('fastai2/loaders.html#_is_own', 'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._kind': ('fastai2/loaders.html#_kind', 'fastddp/fastai2/loaders.py'),
+                                         'fastddp.fastai2.loaders._no_length': ( 'fastai2/loaders.html#_no_length',
+                                                                                 'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._order_attrs': ( 'fastai2/loaders.html#_order_attrs',
                                                                                    'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders.check_dl': ( 'fastai2/loaders.html#check_dl',
