@@ -2745,6 +2745,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                      'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles.flush_writers': ( 'payload/handles.html#flush_writers',
                                                                                     'fastddp/payload/handles.py'),
+                                         'fastddp.payload.handles.load_local': ( 'payload/handles.html#load_local',
+                                                                                 'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles.load_thread': ( 'payload/handles.html#load_thread',
                                                                                   'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles.load_writer': ( 'payload/handles.html#load_writer',

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_handles.ipynb #bb416e5c
-import os, threading, uuid, warnings, weakref
+import gc, os, threading, uuid, warnings, weakref
 
 from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
 
@@ -14,8 +14,9 @@ from ..base import group
 from .reducers import Refused, reduce, reduces
 
 # %% ../../nbs/payload/100_handles.ipynb #66a2ccf9
-# In order: threads; iterators; writers; files of libraries; `reducer_of`, by which the pickler
-# finds the reducers of classes that are only known by their names. No function is a collective.
+# In order: threads, and what is local to them; iterators; writers; files of libraries;
+# `reducer_of`, by which the pickler finds the reducers of classes that are only known by their
+# names. No function is a collective.
 #
 #   in the notebook, and in a worker     `reducer_of(kind)` is asked once for each type in a dump
 #   in a worker, at the end of a job     `flush_writers`
@@ -42,6 +43,25 @@ def load_thread(cls, name, daemon, has_ended):
         thread.join()
         del thread.run
     return thread
+
+# %% ../../nbs/payload/100_handles.ipynb #3c1d7e02
+@reduces(threading.local)
+def _(local, pickler):
+    "Pickle the attributes of this thread; a class that says how it is pickled is pickled so"
+    cls = type(local)
+    if cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__:
+        return NotImplemented
+    # Python keeps the arguments for threads that come later, and tells only the collector of them:
+    # [cls, args, kwargs, {weakref: attributes of a thread, ...}]; without what is empty
+    kept = gc.get_referents(local)
+    args = next((o for o in kept if type(o) is tuple), ())
+    kwargs = next((o for o in kept if type(o) is dict and {*map(type, o)} == {str}), {})
+    return load_local, (cls, args, kwargs, {**vars(local)})
+
+def load_local(cls, args, kwargs, attrs):
+    local = cls.__new__(cls, *args, **kwargs)
+    vars(local).update(attrs)
+    return local
 
 # %% ../../nbs/payload/100_handles.ipynb #7be21c04
 @reduces(_SingleProcessDataLoaderIter)
