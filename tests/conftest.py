@@ -34,8 +34,9 @@ def pytest_configure(config):
 
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = '''notebooks around hosts browser leaves_nothing magics cells scripts demo gpu_check comes_back callbacks ranch
-wheel data'''.split()
+LONGEST = '''notebooks around hosts browser leaves_nothing magics cells scripts demo gpu_check comes_back
+callbacks ranch
+wheel data shapes lock_step decisions as_written caller any_loss next_helper odd_processes hangs'''.split()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -12,6 +12,7 @@ from fastddp.launch.engine import Job
 from fastddp.process import helper, worker
 from fastddp.process.helper import is_stopped
 from learners import make_learner
+from spread import long_but
 
 
 def half_a_message(ctx, what):
@@ -24,7 +25,8 @@ def half_a_message(ctx, what):
     group.barrier()
 
 
-@pytest.mark.parametrize('what,error,timeout', [('killed', RankDied, 60), ('stopped', GroupTimeout, 10)])
+@pytest.mark.parametrize('what,error,timeout', [
+    ('killed', RankDied, 60), pytest.param('stopped', GroupTimeout, 10, marks=pytest.mark.full)])
 def test_in_the_middle_of_a_message(what, error, timeout):
     with pytest.raises(error) as caught: Local(gpus=[], timeout=timeout).run(Job.of(half_a_message, what), 2)
     assert caught.value.rank == 1
@@ -138,7 +140,7 @@ def test_interrupt_while_a_rank_waits_in_a_collective(tmp_path):
     with pytest.raises(KeyboardInterrupt): ranch(2, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False))
 
 
-@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('n', long_but([2, 3], 2))
 def test_the_notebook_does_not_wait_for_ever(n, tmp_path):
     with pytest.raises(GroupTimeout) as caught:
         ranch(n, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False, timeout=8))

@@ -8,6 +8,7 @@ from fastddp.base import group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch import caller
 from learners import make_learner
+from spread import long_but
 
 CPU = dict(use_gpu=False)
 root = Path(__file__).resolve().parent.parent.parent
@@ -163,7 +164,7 @@ def test_the_notebook_waits_and_says_for_whom(as_before, capsys, monkeypatch, tm
     assert capsys.readouterr().out == 'Rank 0, in this process, has ended. It waits for rank 1.\n'
 
 
-@pytest.mark.parametrize('path', ['launch/513_caller', 'tutorials/ranch'])
+@pytest.mark.parametrize('path', long_but(['launch/513_caller', 'tutorials/ranch'], 'tutorials/ranch'))
 def test_a_notebook_in_the_main_thread(path, tmp_path):
     "All of its cells, also those that nbdev's thread leaves out"
     cells = json.loads((root/'nbs'/f'{path}.ipynb').read_text(encoding='utf-8'))['cells']

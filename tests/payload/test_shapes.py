@@ -15,6 +15,7 @@ from fastddp.payload import buffers
 from fastddp.payload.buffers import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
+from spread import long_but
 
 N = 1200
 
@@ -188,7 +189,7 @@ CHANGES = {
     'tensors': lambda items: [o.numpy().__imul__(-2) for o in items]}
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', long_but(SHAPES, 'tensors', 'dicts', 'images', 'paths and labels'))
 def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launcher):
     learn = learner(data=lambda n, s=0: Items(made(shape), shape), bs=25)
     before = [p.clone() for p in learn.model.parameters()]
@@ -239,7 +240,8 @@ HELD = {
     'transform': (torch.clone, lambda d, i: d[i], None)}
 
 
-@pytest.mark.parametrize('kind', HELD)
+@pytest.mark.parametrize('kind', long_but(HELD, 'tensor', 'element, through numpy', 'array of objects', 'cell', 'item',
+                                           'image', 'transform'))
 def test_what_changed_between_two_fits_of_a_block_is_trained_on(kind, launcher):
     learn, change = learner(data=lambda n, s=0: Held(kind)), HELD[kind][2]
     for dl in learn.dls.loaders: dl.after_item = Pipeline([Scale()])

@@ -235,6 +235,7 @@ class LossParams(Collect):
 
 
 @pytest.mark.spread
+@pytest.mark.spread
 @pytest.mark.parametrize('loss', [ArcFace, RootArc])
 @pytest.mark.parametrize('late', [False, True])
 def test_a_loss_with_parameters(ranks, loss, late):
@@ -289,6 +290,7 @@ def text_batch(pairs, join):
 
 
 @pytest.mark.full
+@pytest.mark.spread
 @pytest.mark.parametrize('loss', [nn.CTCLoss(), F.ctc_loss, partial(F.ctc_loss, zero_infinity=True)])
 @pytest.mark.parametrize('join', [torch.cat, partial(nn.utils.rnn.pad_sequence, batch_first=True)])
 def test_ctc_of_texts_of_any_length(two, loss, join):
@@ -317,6 +319,7 @@ def contrast(pred, y):
     return nn.functional.cross_entropy(like.masked_fill(torch.eye(len(y)).bool(), -1e9), y)
 
 
+@pytest.mark.spread('train together')
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 @pytest.mark.parametrize('train,together', [(32, False), (37, False), (32, True)])
 def test_targets_that_number_the_rows(two, train, together, batch):

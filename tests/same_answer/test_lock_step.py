@@ -58,7 +58,7 @@ def both(make, n, launcher, cbs_of, epochs=2):
     return learn, one
 
 
-@pytest.mark.spread('event kind')
+@pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):
     last = rank_that_leaves(ranks[0], at, valid)
@@ -208,6 +208,7 @@ json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))
 '''
 
 
+@pytest.mark.full
 def test_under_torchrun(tmp_path):
     script = tmp_path/'script.py'
     script.write_text(SCRIPT)
