@@ -316,6 +316,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster._getstate_with_lists': ( 'cluster/cluster.html#_getstate_with_lists',
                                                                                            'fastddp/cluster/cluster.py'),
+                                         'fastddp.cluster.cluster._let_grow': ( 'cluster/cluster.html#_let_grow',
+                                                                                'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.call_job': ( 'cluster/cluster.html#call_job',
                                                                                'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.cell_job': ( 'cluster/cluster.html#cell_job',

@@ -26,7 +26,9 @@ from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
+from ..payload.state import own_memory
 from ..process.worker import Surroundings, resolve_function
+from ..shard.trees import tensors_in
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 # Used here:
@@ -136,7 +138,12 @@ def push_job(
     obj # Dict with `objs`: a dict from name to object
 ):
     "Put objects into this worker's namespace"
+    _let_grow(obj['objs'])
     with worker_namespace(ctx) as ns: ns.update(obj['objs'])
+
+def _let_grow(objs):
+    "Have tensors and arrays of a dict of received objects own their memory, so that they can grow"
+    own_memory([*objs.values(), *tensors_in(objs)])
 
 def pull_job(
     ctx,
@@ -309,6 +316,7 @@ class Cluster:
         meta,buffers = results[rank]
         device = current_device() if group.n_gpus() else torch.device('cpu')
         objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
+        _let_grow(objs)
         package = APPS[self.app]
         if not package: return objs
         for o in objs.values():
