@@ -2737,6 +2737,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._open_lmdb': ( 'payload/handles.html#_open_lmdb',
                                                                                  'fastddp/payload/handles.py'),
+                                         'fastddp.payload.handles._plain_iterator_attrs': ( 'payload/handles.html#_plain_iterator_attrs',
+                                                                                            'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._reduce_hdf5': ( 'payload/handles.html#_reduce_hdf5',
                                                                                    'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._reduce_hdf5_object': ( 'payload/handles.html#_reduce_hdf5_object',

@@ -8,7 +8,10 @@ __all__ = []
 # %% ../../nbs/payload/100_handles.ipynb #bb416e5c
 import gc, os, threading, uuid, warnings, weakref
 
-from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import (
+    _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter)
 
 from ..base import group
 from .reducers import Refused, reduce, reduces
@@ -65,14 +68,24 @@ def load_local(cls, args, kwargs, attrs):
 
 # %% ../../nbs/payload/100_handles.ipynb #7be21c04
 @reduces(_SingleProcessDataLoaderIter)
+@reduces(_MultiProcessingDataLoaderIter)
 def _(it, pickler):
-    "Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled"
+    """Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled.
+    One with processes goes on without them, until the loader is iterated again"""
     if pickler.names_gpus and it._num_yielded:
         warnings.warn("fastddp: an iterator over a DataLoader, which an object keeps, begins anew "
                       "in the workers")
+    has_processes = isinstance(it, _MultiProcessingDataLoaderIter)
+    cls = _SingleProcessDataLoaderIter if has_processes else type(it)
+    kept = _plain_iterator_attrs() if has_processes else vars(it)
     left_out = '_sampler_iter','_num_yielded','_dataset_fetcher'
-    state = {k:v for k,v in vars(it).items() if k not in left_out}
-    return type(it).__new__, (type(it),), state, None, None, _begin
+    state = {k:v for k,v in vars(it).items() if k in kept and k not in left_out}
+    return cls.__new__, (cls,), state|dict(_num_workers=0, _timeout=0), None, None, _begin
+
+def _plain_iterator_attrs():
+    "Return the names of the attributes of an iterator without processes"
+    # it draws its seed: not from the user's random stream
+    return {*vars(iter(DataLoader([0], generator=torch.Generator())))}
 
 def _begin(it, state):
     vars(it).update(state, _num_yielded=0, _sampler_iter=iter(state['_index_sampler']))
