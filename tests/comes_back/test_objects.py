@@ -409,6 +409,7 @@ class GrowsList(Callback):
         self.deep[0].resize_(n+1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('n', [0, 1, 3, 8])
 @pytest.mark.parametrize('how', ['buffer', 'attribute'])
 def test_a_tensor_that_grows(two, how, n):

@@ -73,6 +73,7 @@ def same(a, b):
     return type(a) is type(b) and equals(a, b)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_list_is_a_list_over_a_column(shape):
     items = made(shape)

@@ -82,6 +82,7 @@ def test_a_library_that_the_users_module_imports(module):
     assert imported_by_workers(both) == (True, False)      # the user's module may change
 
 
+@pytest.mark.full
 def test_workers_stay_when_the_helper_is_replaced(module):
     lib = module('lib_in_block')
     with learner().distrib_ctx(nprocs=2) as block:

@@ -35,6 +35,7 @@ def make(name, **kwargs):
     return learner(loss_func=loss(), model=model, **kw)
 
 
+@pytest.mark.few(9)
 @pytest.mark.spread
 @pytest.mark.parametrize('name', EXACT)
 def test_any_loss_is_that_of_one_process(ranks, name, capfd):
@@ -66,6 +67,7 @@ def test_gradients_that_accumulate(ranks, name, n_acc):
 LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred', 'after_loss', 'after_batch')]
 
 
+@pytest.mark.few(4)
 @pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
 def test_one_rank_leaves_while_others_wait_for_its_predictions(two, event, kind, at, epoch, valid):

@@ -87,6 +87,7 @@ def rank_that_leaves(n, at, valid):
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
 
 
+@pytest.mark.few(8)
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
@@ -309,6 +310,7 @@ print(learn.named.distrib, learn.named.distrib_fit)
 """
 
 
+@pytest.mark.full
 def test_an_attribute_named_like_a_method_of_ours():
     "fastai warns of attributes that the learner has, too: without fastddp it has only the third of these"
     r = subprocess.run([sys.executable, '-c', SHADOWING], cwd=Path(__file__).parent.parent, capture_output=True,

@@ -58,6 +58,7 @@ def both(make, n, launcher, cbs_of, epochs=2):
     return learn, one
 
 
+@pytest.mark.few(8)
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):
@@ -101,6 +102,7 @@ class Two(Callback):
             if self.alone or group.rank() == rank: raise RAISES[kind]()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('first,second', [
     (('before_batch', 'batch', 1), ('after_loss', 'batch', 1)),         # the second one has left by then
     (('before_batch', 'batch', 1), ('after_pred', 'train', 2)),
