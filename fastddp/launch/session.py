@@ -22,7 +22,7 @@ from .local import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
-from ..payload.buffers import ColumnCache
+from ..payload.columns import ColumnCache
 from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note

@@ -383,7 +383,7 @@ def _(d, pickler):
 # %% ../../nbs/payload/090_reducers.ipynb #7a51c0d1
 class StandIn:
     """An object that is pickled in place of another one, and loaded as the result of `make(*args)`.
-    `payload.buffers` uses it, too"""
+    `payload.columns` uses it, too"""
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 
