@@ -17,7 +17,7 @@ column names the file in [tests](../tests) that most likely fails when the modul
 TESTS = {
     'base': 'faults/test_faults.py', 'base/errors': 'test_troubles.py', 'base/checks': 'test_mistakes.py',
     'base/scoped': 'test_interrupt.py', 'base/device': 'test_gpu_check.py', 'base/group': 'same_answer/test_parity.py',
-    'base/board': 'same_answer/test_on_device.py',
+    'base/forks': 'faults/test_hangs.py', 'base/board': 'same_answer/test_on_device.py',
     'base/rng': 'same_answer/test_streams.py',
     'payload': 'comes_back/test_comes_back.py',
     'payload/blame': 'test_refusals.py', 'payload/buffers': 'process/test_workers.py',
