@@ -36,6 +36,7 @@ TESTS = {
     'shard/same_model': 'same_answer/test_drift.py',
     'process': 'faults/test_faults.py', 'process/helper': 'test_start.py',
     'launch': 'test_start.py', 'launch/report': 'launch/test_report.py', 'launch/rank': 'faults/test_faults.py',
+    'launch/held_gpus': 'cluster/test_held_gpus.py', 'launch/worker_launcher': 'test_interrupt.py',
     'launch/monitor': 'faults/test_hangs.py', 'launch/engine': 'same_answer/test_parity.py',
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py',

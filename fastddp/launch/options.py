@@ -15,6 +15,7 @@ from ..base.checks import (
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
+from .worker_launcher import WorkerLauncher
 from ..output.replay import print_line
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
@@ -345,7 +346,7 @@ def engine_for(
         return
     if launcher is None: launcher = Local()
     attrs = {}      # of the launcher, for the time of the block
-    if isinstance(launcher, Local):
+    if isinstance(launcher, WorkerLauncher):
         for k in ('see','see_load','timeout'):
             # Where the block has its default, the value of the user's `Local` counts. None there is
             # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
