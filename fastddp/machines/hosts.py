@@ -81,6 +81,8 @@ _CHECKS = dict(
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))
 
+_GPUS_OF_ONE = "gpus= chooses those of one machine; per_node= says how many of each take part."
+
 class Machines(WorkerLauncher):
     """An engine that runs jobs on several machines, each with an agent. It lives in the notebook's
     process. A subclass defines `agent_starters`: which machines, and how an agent is started there.
@@ -98,9 +100,10 @@ class Machines(WorkerLauncher):
         interface=None, # Network card; None: the first that reaches the others, fast ones first
         start_timeout=120., # Seconds that a machine has to answer
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
-        **kwargs # As for `Local`
+        **kwargs # As for `Local`, but `gpus`
     ):
         check_all(locals(), _CHECKS)
+        if 'gpus' in kwargs: raise CantDistribute(_GPUS_OF_ONE)
         super().__init__(**kwargs)
         store_attr()
         self.machines = []          # `Machine`s whose agents run; the first has rank 0
@@ -129,9 +132,7 @@ class Machines(WorkerLauncher):
     # The machines and their ranks
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents unless they run. `gpus=[]` means the CPU"
-        if gpus:
-            raise CantDistribute(
-                "gpus= chooses those of one machine; per_node= says how many of each take part.")
+        if gpus: raise CantDistribute(_GPUS_OF_ONE)
         try:
             if not self.machines: self._start_agents(nprocs, on_cpu=gpus == [])
             n = sum(self.rank_counts.values())
