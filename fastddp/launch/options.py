@@ -345,13 +345,7 @@ def engine_for(
         yield None
         return
     if launcher is None: launcher = Local()
-    attrs = {}      # of the launcher, for the time of the block
-    if isinstance(launcher, WorkerLauncher):
-        for k in ('see','see_load','timeout'):
-            # Where the block has its default, the value of the user's `Local` counts. None there is
-            # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
-            own = getattr(launcher, k)
-            attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
+    attrs = _attrs_of_block(launcher, options, defaults)
     if launcher.workers_are_local:
         # gloo copies over the CPU, so its ranks may share a GPU; NCCL refuses two ranks on one
         shared = getattr(launcher, 'backend', None) == 'gloo'
@@ -366,6 +360,17 @@ def engine_for(
         if see != 'all' and any(r >= n for r in see):
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
         yield engine, n, gpus
+
+def _attrs_of_block(launcher, options, defaults):
+    "Return attributes that the `launcher` has for the time of the block, by name"
+    if not isinstance(launcher, WorkerLauncher): return {}
+    attrs = {}
+    for k in ('see','see_load','timeout'):
+        # Where the block has its default, the value of the user's `Local` counts. None there is
+        # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
+        own = getattr(launcher, k)
+        attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
+    return attrs
 
 def _gpus_of(local, gpus):
     "Return the option `gpus` of the block, or that of its launcher `local`; refuse different ones"
