@@ -208,6 +208,7 @@ def test_arguments_of_the_fit(args):
     (lambda: Local(see=1), 'see=1'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
     (lambda: Hosts('fxa'), "hosts='fxa'"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
     (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5'),
+    (lambda: Hosts(['a'], gpus=[0]), 'gpus= chooses those of one machine'),
     (lambda: Hosts(['a'], command=None), 'command=None'), (lambda: Hosts(['a'], link_timeout='5'), 'link_timeout='),
     (lambda: Ray(nodes='2'), "nodes='2'"), (lambda: Ray(per_node=0), 'per_node=0'),
     (lambda: Ray(gpus='all'), "gpus='all'"), (lambda: Ray(cpus=-1), 'cpus=-1'),

@@ -20,8 +20,8 @@ from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..base.scoped import with_attrs
 from ..launch.engine import Job
-from ..launch.local import (
-    Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
+from ..launch.held_gpus import refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus
+from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_with_patches
 from ..launch.training import is_kind

@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import nn
 
-from .buffers import LazyList
+from .columns import LazyList
 from .models import script_values, set_script_value
 from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables

@@ -129,21 +129,10 @@ class LocalBatch:
         positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
-        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
-        leaves = self._leaves(self.tree[1], n_fed)
-        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
-        # then each row is an item that counts
-        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
-        if n_rows == 0 or n_rows%n_fed:
-            n_fed = n_rows
-            count = n_rows if count else 0
+        n_fed,count = self._count_items(count)
         self.n_fed = n_fed
         self.count = count
-        self.positions = [*map(int, positions)] if all_numbers(positions) else []
-        if len(self.positions) != count:
-            # positions are unknown: the items of one rank come after those of another
-            first = group.rank()*2**32
-            self.positions = list(range(first, first+count))
+        self.positions = self._known_positions(positions)
         leaves = self._leaves(self.tree, n_fed)
         lists = [[*o] for o in leaves if is_list(o)]
         self.lists = [o[:count] for o in lists]
@@ -164,6 +153,22 @@ class LocalBatch:
         self.has_rows = any(rows)   # some prediction has rows of items
         # True for a prediction without rows of items, such as a loss that the model computed
         self.has_computed_number = any(not k and t.requires_grad for t,k in zip(preds, rows))
+    def _count_items(self, count):
+        "Return how many items the model was fed, and how many of these count"
+        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
+        leaves = self._leaves(self.tree[1], n_fed)
+        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
+        # then each row is an item that counts
+        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
+        if n_rows and not n_rows%n_fed: return n_fed, count
+        return n_rows, n_rows if count else 0
+    def _known_positions(self, positions):
+        "Return a number for each item that counts, by which the items of all ranks are sorted"
+        known = [*map(int, positions)] if all_numbers(positions) else []
+        if len(known) == self.count: return known
+        # the items of one rank come after those of another
+        first = group.rank()*2**32
+        return list(range(first, first+self.count))
     def _leaves(self, tree, n_fed):
         "Return the tensors of a tree, and its lists with an entry for each item"
         return tensors_in(tree, self._is_leaf(n_fed))
@@ -459,12 +464,7 @@ class Losses:
         """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
         None if it can't be computed, and `f` is averaged from then on. A collective operation.
         Raises what `f` raises if it does so with the items of this rank alone, too"""
-        # Why it can't be computed. Made of what was exchanged, so all ranks return here or none
-        why_not = ''
-        if max(nbytes) > self.MOST_BYTES:
-            why_not = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
-        elif len({*layouts}) > 1 or layouts[0] == NO_ROWS:
-            why_not = "their predictions don't fit together"
+        why_not = self._why_not_joined(nbytes, layouts)
         # Why it can't or isn't exact. This may differ from rank to rank; the user sees rank 0's
         why = why_not
         if not why and batch.has_computed_number:
@@ -475,13 +475,7 @@ class Losses:
             self.kinds[id(f)] = f,'average'
             return None
         state = LossState(f)
-        try:
-            pred,yb = batch.gather([int(m) for m in counts])
-            loss = f(pred, *yb)
-        except Exception as e:      # `f` reads more than these, or has a mistake
-            if self.option == 'gather': raise
-            loss,error = None,e
-        if loss is None: self._try_alone(f, batch, error)
+        loss = self._call_joined(f, batch, counts)
         if not agree(loss is None):
             if not why: self.print_once(_GATHERED.format(loss_name(f), sum(nbytes)/1e6), 'gather')
             return loss
@@ -490,6 +484,22 @@ class Losses:
         self.print_once(f"{loss_name(f)} reads more of a batch than predictions and targets, so "
                         + _AVERAGED_INSTEAD + (_LOST.format(', '.join(lost)) if lost else ''),
                         'average')
+    def _why_not_joined(self, nbytes, layouts):
+        """Return why the predictions of all ranks can't be joined; '' if they can. It is made of
+        what was exchanged, so it is the same on all ranks"""
+        if max(nbytes) > self.MOST_BYTES:
+            return f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        fit = len({*layouts}) == 1 and layouts[0] != NO_ROWS
+        return '' if fit else "their predictions don't fit together"
+    def _call_joined(self, f, batch, counts):
+        "Return the loss of what all ranks have; None if that raises an error"
+        try:
+            pred,yb = batch.gather([int(m) for m in counts])
+            return f(pred, *yb)
+        except Exception as e:      # `f` reads more than these, or has a mistake
+            if self.option == 'gather': raise
+            error = e
+        self._try_alone(f, batch, error)
     def _try_alone(self, f, batch, error):
         "Raise what `f` raises for this rank's items alone: that is the user's error"
         state = LossState(f)

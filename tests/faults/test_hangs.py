@@ -5,7 +5,7 @@ import os, re, signal, socket, sys, threading, time, weakref
 import pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback
 from fastddp.all import Local, RankDied, RankRaised, TorchDDPCtx, ranch
-from fastddp.base import group
+from fastddp.base import forks, group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch import monitor
 from fastddp.launch.engine import Job
@@ -166,7 +166,7 @@ def collect(ctx, n):
     return held
 
 
-@pytest.mark.skipif(not group.FORKS_MAY_HANG, reason='this Python forks safely')
+@pytest.mark.skipif(not forks.FORKS_MAY_HANG, reason='this Python forks safely')
 def test_no_thread_holds_what_a_collective_sent():
     "It would need Python's list of threads, maybe while a DataLoader forks: the child would wait for ever"
     assert Local(gpus=[]).run(Job.of(collect, 500), 2).results == [0, 0]
@@ -183,7 +183,7 @@ class Releases(Callback):
     def after_fit(self): self.context = None
 
 
-@pytest.mark.skipif(not group.FORKS_MAY_HANG or not hasattr(torch._C, '_remove_obj_from_tls'),
+@pytest.mark.skipif(not forks.FORKS_MAY_HANG or not hasattr(torch._C, '_remove_obj_from_tls'),
                     reason='this Python forks safely, or this torch keeps the context')
 def test_no_thread_holds_the_context_of_a_backward_pass():
     "As above. torch hands Python's context variables on to the threads that exchange gradients"

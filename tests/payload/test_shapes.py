@@ -11,8 +11,8 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
-from fastddp.payload import buffers
-from fastddp.payload.buffers import ColumnCache, LazyList
+from fastddp.payload import columns as columns_module
+from fastddp.payload.columns import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
 from spread import long_but
@@ -48,7 +48,7 @@ LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch):
     "As if they needed more memory than is made at once"
-    monkeypatch.setattr(buffers, '_MAX_PLAIN', 0)
+    monkeypatch.setattr(columns_module, '_MAX_PLAIN', 0)
 
 
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
