@@ -28,7 +28,6 @@ from ..launch.training import is_kind
 from ..payload.pickling import dump, load
 from ..payload.state import own_memory
 from ..process.worker import Surroundings, resolve_function
-from ..shard.trees import tensors_in
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 # Used here:
@@ -143,7 +142,12 @@ def push_job(
 
 def _let_grow(objs):
     "Have tensors and arrays of a dict of received objects own their memory, so that they can grow"
-    own_memory([*objs.values(), *tensors_in(objs)])
+    own_memory(_with_items(objs))
+
+def _with_items(o):
+    "List `o` and the items of lists, tuples and dicts in it; of long ones none, to save memory"
+    items = [*o.values()] if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else []
+    return [o, *(part for item in items for part in _with_items(item))] if len(items) < 1000 else [o]
 
 def pull_job(
     ctx,
