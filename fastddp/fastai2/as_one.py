@@ -35,56 +35,37 @@ from ..shard.gathered_loss import Losses
 from ..shard.sharded import original
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
-# Used here. With *: a collective, which every rank calls:
-#   Together(...) *         `vote('load')` * raises an error on all ranks if another rank is
-#                           elsewhere. `run_batches(loop)` * in the place of fastai's `all_batches`.
-#                           `is_alone`: rank 0 runs what other ranks don't have
-#   StepSync                `wrapped()` replaces `torch.autograd.backward`, and what counts items
-#                           for `GradientAccumulation`. `start_train` * prepares DDP.
-#                           Between events it calls a loss function that needs all ranks'
-#                           predictions. `close()` ends a batch that an exception has left open
-#   infer_in_group *        validates a loader by all ranks, which get the result of one process
-#   preds_in_one_order      fastai's `get_preds`, in one order; * unless `is_alone`
-#   kept_streams            context that restores the common random streams and the loaders' orders
-#   EventDispatcher(...)    calls `wrap(cb)` in the place of each callback; then the ranks vote *;
-#                           then it calls the function of `after_vote` for the event
-#   nested_validation()     context that restores what `ReduceMetrics` knows of the phase around a
-#                           callback's validation
-#   model_from_rank0 *, opt_from_rank0 *, SameModel.finish_fit *: as their names say
-#
-# Below: `Fit`; callbacks that act on rank 0 only; `distributed`; what callbacks call;
-# `as_one_process`.
 class Fit:
-    """A fit or validation that all ranks make as one process: `distributed` makes one on each rank,
-    and yields it.
+    """What works on this rank in a fit or a validation that all ranks make as one process.
+    `distributed` makes one on each rank, and yields it. With *: a collective
 
-        together      the `Together`: holds the votes of the ranks, and has the `Clock`
-        common        the `CommonRNG`: random streams with the same state on all ranks
-        data          the `ShardData`; set by `distributed`
-        losses        the `Losses`
-        step          the `StepSync`
-        metrics       the `ReduceMetrics`
-        same_model    the `SameModel`: holds the last meeting, in `finish_fit`
-        callbacks     those of fastddp that all ranks have; `fit_job` may add one"""
-    data = None
-    def __init__(self, together, common, losses, step, metrics, same_model, callbacks):
-        store_attr()
+        together      has all ranks run the same events. `vote(place)` * compares where they are,
+                      and raises an error on all of them if they are at different places
+        data          has each rank read its part of each batch
+        step          makes one loss and one gradient of those of all ranks
+        metrics       gives the metrics the values of one process
+        same_model    gives all ranks the same buffers and weights at the end of a phase
+        callbacks     these five; `fit_job` may add one
+        common        random streams with the same state on all ranks, for the order of the items
+        losses        knows which loss functions need the predictions of all ranks"""
+    def __init__(self, learn, batch, sync_bn, stop_requested, loss, # As of `distributed`
+                 ddp_kwargs):
+        on_gpu = is_accelerator(device_of(learn.model))
+        self.common = CommonRNG.capture()
+        self.together = Together(stop_requested, on_gpu=on_gpu)
+        self.losses = Losses(loss, print_line)
+        self.step = StepSync(self.together, self.losses, **ddp_kwargs)
+        self.metrics = ReduceMetrics()
+        # on a GPU torch's SyncBatchNorm keeps the running statistics equal
+        self.same_model = SameModel(self.together, average_bn=sync_bn and not on_gpu)
+        self.data = ShardData(self.together, self.common, batch, self.may_be_alone)
+        self.callbacks = [self.together, self.data, self.step, self.metrics, self.same_model]
     def may_be_alone(self):
         """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
         batch of a validation, of which ranks may have different numbers"""
         return self.together.is_alone or self.together.in_validation
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
-# Rank 0 alone: callbacks that act on rank 0 only. Other ranks don't have them
-# (`silence_other_ranks`), and go on to their next vote while rank 0 runs them. So they must
-# neither wait for other ranks, nor change the random streams that all have in common. What such a
-# callback may do in `call_alone`:
-#
-#   learn.validate, get_preds   rank 0 goes over all batches (`infer_alone`); refused in training
-#   a loop over a loader        yields all batches, and restores the common streams (`read_whole`)
-#   learn.load                  refused (`load`); fastai's `learn.save` writes on rank 0 only anyway
-#   learn.add_cb                that callback acts on rank 0 only, too (`_without_cbs`)
-
 @contextmanager
 def silence_other_ranks(learn):
     """Context manager in which ranks other than 0 have no callbacks that act on rank 0 only, and
@@ -141,34 +122,52 @@ def _call_unreduced(cb, event_name):
     group by themselves, if they find one; `ReduceMetrics` has done so"""
     with group.hidden(): cb(event_name)
 
-# %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
-# What fastddp does at the events of a fit. Its callbacks come before the user's, in this order; the
-# dispatcher calls what stands after "vote". With *: a collective, in which every rank takes part.
-# All ranks run the same events.
+# %% ../../nbs/fastai2/725_as_one.ipynb #df8501c3
+# What fastddp does at the events of a fit. With *: a collective. All ranks run the same events.
 #
-#   before_epoch      ShardData        seeds each rank's random streams
-#   before_train      ShardData        shards a loader that isn't sharded
-#                     ReduceMetrics    begins to note what metrics need
-#                     vote *           then DDP is prepared *, and the loop reads its shard:
-#                     vote 'order' *   whether the ranks have drawn the same order
-#   each batch        vote *           at the events that code of the user's handles
-#                     loss           * between two events: a loss that needs the global batch
-#                     StepSync       * a vote before the backward pass; one loss and one gradient of
-#                                      all ranks
-#   end of the loop   vote *           also if a rank leaves it
-#   after_train       ReduceMetrics  * metrics of all ranks
-#                     SameModel      * the same buffers and weights
+#   before_epoch      data           seeds each rank's random streams
+#   before_train      data           shards a loader that isn't sharded
+#                     metrics        begins to note what metrics need
+#                     vote *         then DDP is prepared *, and the loop reads its shard:
+#                     vote 'order' * whether the ranks have drawn the same order
+#   each batch        vote *         at the events that code of the user's handles
+#                     losses       * between two events: a loss that needs the global batch
+#                     step         * a vote before the backward pass; one loss and one gradient
+#   end of the loop   vote *         also if a rank leaves it
+#   after_train       metrics      * metrics of all ranks
+#                     same_model   * the same buffers and weights
 #                     vote *
-#   before_validate   ShardData        shards a loader that isn't sharded
-#                     ReduceMetrics    begins to note what metrics need
-#                     vote *           then the loop reads its shard, after a vote 'order' *
-#   end of the loop   vote *           also if a rank leaves it; none in the batches
-#   after_validate    ReduceMetrics  * metrics of all ranks
+#   before_validate   data           shards a loader that isn't sharded
+#                     metrics        begins to note what metrics need
+#                     vote *         then the loop reads its shard, after a vote 'order' *
+#   end of the loop   vote *         also if a rank leaves it; none in the batches
+#   after_validate    metrics      * metrics of all ranks
 #                     vote *
 #   other events of   vote *
 #   an epoch, a fit
-#   after the fit     SameModel      * `finish_fit`: the last meeting; averages unused gradients,
-#                                      and compares weights of an epoch that was cut off
+#   after the fit     same_model   * `finish_fit`, the last meeting: averages unused gradients, and
+#                                    compares weights of an epoch that was cut off
+
+def _event_dispatcher(learn, fit):
+    "Return what takes the place of `learn._call_one`: it calls the callbacks, and has ranks vote"
+    def begin_training():
+        fit.step.start_train()
+        fit.data.begin_loop()
+    # by now it is certain that no rank leaves, and no callback can begin a loop of its own
+    after_vote = dict(before_train=begin_training, before_validate=fit.data.begin_loop)
+    return EventDispatcher(learn, fit.together, lambda cb: caller_of(cb, learn, fit), after_vote,
+                           around=fit.step if group.world_size() > 1 else None)
+
+# %% ../../nbs/fastai2/725_as_one.ipynb #a27acbbc
+def _close(fit):
+    """End what an exception may have left open: it may have ended the fit on this rank alone, in
+    the middle of a batch or a phase. So there is no collective here"""
+    fit.step.close()
+    fit.step.overlapped.close()
+    fit.together.clock.exchange_secs = (fit.step.passes.exchange_secs
+                                        + fit.step.overlapped.exchange_secs)
+    fit.metrics.end_phase()
+    fit.common.install()       # the process goes on with the streams of all ranks
 
 @contextmanager
 def distributed(learn,
@@ -181,52 +180,30 @@ def distributed(learn,
                 **ddp_kwargs        # What the user asks DDP for: `DDP_CHECKS`
 ): # Yields the `Fit`
     """Context manager in which `learn` trains and validates as one process with the other ranks of
-    the group, which have the same weights. Afterwards it has its own callbacks and loaders again.
-    Every rank calls it: the first `Together` of a group makes its `Board`, which is a collective"""
-    on_gpu = is_accelerator(device_of(learn.model))
-    common = CommonRNG.capture()
-    together = Together(stop_requested, on_gpu=on_gpu)
-    losses = Losses(loss, print_line)
-    step = StepSync(together, losses, **ddp_kwargs)
-    metrics = ReduceMetrics()
-    same_model = SameModel(together, average_bn=sync_bn and not on_gpu)
-    cbs = []
-    fit = Fit(together, common, losses, step, metrics, same_model, cbs)
-    data = ShardData(together, common, batch, fit.may_be_alone)
-    fit.data = data
-    cbs += [together, data, step, metrics, same_model]
-    def begin_training():
-        step.start_train()
-        data.begin_loop()
-    after_vote = dict(before_train=begin_training, before_validate=data.begin_loop)
-    dispatcher = EventDispatcher(learn, together, lambda cb: caller_of(cb, learn, fit), after_vote,
-                                 around=step if group.world_size() > 1 else None)
+    the group, which have the same weights. Every rank calls it: the first one of a group is a
+    collective, since the ranks make the board there on which they vote"""
+    fit = Fit(learn, batch, sync_bn, stop_requested, loss, ddp_kwargs)
+    dispatcher = _event_dispatcher(learn, fit)
     all_batches = learn.all_batches
+    syncs_bn = sync_bn and is_accelerator(device_of(learn.model))
     with (
-        environment('WORLD_SIZE'),      # with it, fastai would average metrics itself
-        synced_bn(learn.model) if sync_bn and on_gpu else nullcontext(),
+        # where it is set, fastai gathers each tensor that it detaches, and averages metrics
+        # without weights
+        environment('WORLD_SIZE'),
+        synced_bn(learn.model) if syncs_bn else nullcontext(),
         silence_other_ranks(learn),
-        learn.added_cbs([*cbs]),                # a copy: `fit.callbacks` may grow
-        data.sharded_dls() if shard_dls else nullcontext(),
+        learn.added_cbs([*fit.callbacks]),      # a copy: `fit.callbacks` may grow
+        fit.data.sharded_dls() if shard_dls else nullcontext(),
         with_attrs(learn, _call_one=dispatcher,
-                   all_batches=lambda: together.run_batches(all_batches)),
-        step.wrapped() if group.world_size() > 1 else nullcontext()
+                   all_batches=lambda: fit.together.run_batches(all_batches)),
+        fit.step.wrapped() if group.world_size() > 1 else nullcontext()
     ):
         # last: what is drawn above is drawn alike on all ranks
-        seed_rank(group.rank(), group.world_size(), common)
+        seed_rank(group.rank(), group.world_size(), fit.common)
         try: yield fit
-        finally:
-            # No collective here: an exception may have ended the fit on this rank alone, and left a
-            # batch or a phase open
-            step.close()
-            step.overlapped.close()
-            together.clock.exchange_secs = step.passes.exchange_secs+step.overlapped.exchange_secs
-            metrics.end_phase()
-            common.install()       # the process goes on with the streams of all ranks
+        finally: _close(fit)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010007
-# What callbacks call in a fit. If they act on all ranks, all ranks call it, in the same order
-
 def validate(learn, fit,
              ds_idx=1, dl=None # As of fastai's method
 ):
@@ -238,26 +215,17 @@ def validate(learn, fit,
         a callback in a batch of a  the rank that has this batch, for all batches; no collective
         validation"""
     whole = learn.dls[ds_idx] if dl is None else dl
-    if fit.together.is_alone: infer_alone(learn, whole, fit)
-    elif fit.together.in_validation: _infer_in_batch(learn, whole, fit)
+    if fit.together.is_alone: _validate_on_rank0(learn, whole, fit)
+    elif fit.together.in_validation: _validate_in_batch(learn, whole, fit)
     # fastai's epoch passes no loader; its `validate` and `get_preds`, which callbacks call, do
     elif dl is None and ds_idx == 1: infer_in_group(learn, whole, fit)
     else:
-        with fit.metrics.nested_validation():
-            infer_in_group(learn, whole, fit)
+        # the metrics are those of the phase around it, which goes on afterwards
+        with fit.metrics.nested_validation(): infer_in_group(learn, whole, fit)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #be510008
-def _infer_in_batch(learn, dl, fit):
-    """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
-    have other batches then. The metrics of the outer validation go on as they were"""
-    own = learn.dl      # the loop that goes on, and its metrics, are this loader's
-    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks),
-          kept_streams(learn, fit.common), fit.metrics.kept()):
-        infer_alone(learn, dl, fit)
-    learn.dl = own
-
-def infer_alone(learn, dl, fit):
-    "Validate the whole `dl` on rank 0, for a callback that acts on rank 0 only. No collective"
+def _validate_on_rank0(learn, dl, fit):
+    "Validate the whole `dl`, for a callback that acts on rank 0 only. No collective"
     if learn.training and fit.together.in_training:
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
@@ -265,13 +233,18 @@ def infer_alone(learn, dl, fit):
                              "all ranks, without `rank0_only`.")
     type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
 
+def _validate_in_batch(learn, dl, fit):
+    """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
+    have other batches then. The metrics of the outer validation go on as they were"""
+    own = learn.dl      # the loop that goes on, and its metrics, are this loader's
+    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks),
+          kept_streams(learn, fit.common), fit.metrics.kept()):
+        _validate_on_rank0(learn, dl, fit)
+    learn.dl = own
+
 # %% ../../nbs/fastai2/725_as_one.ipynb #1bf87b74
-def load(learn, fit,
-         *args, **kwargs # As of fastai's method
-):
-    """Read on rank 0, and send model and optimizer to all, in the place of `learn.load`. The ranks
-    vote first: it is refused if not every rank calls it. Raises on all ranks what rank 0 raises, as
-    a RuntimeError if that isn't one of Python's own exceptions"""
+def _check_all_load(fit):
+    "Raise CantDistribute unless every rank calls `learn.load`, and that between two batches"
     if fit.step.is_mid_batch():
         raise CantDistribute("learn.load was called between a batch's forward and backward "
                              "pass, which would no longer fit each other. Load before or after "
@@ -283,6 +256,13 @@ def load(learn, fit,
     if fit.together.is_alone: raise one_rank_only
     try: fit.together.vote('load')
     except RuntimeError as e: raise one_rank_only from e
+
+def load(learn, fit,
+         *args, **kwargs # As of fastai's method
+):
+    """Read on rank 0, and send model and optimizer to all, in the place of `learn.load`. Raises on
+    all ranks what rank 0 raises, as a RuntimeError if that isn't one of Python's own exceptions"""
+    _check_all_load(fit)
     failure = None
     if group.rank() == 0:
         try: type(learn).load(learn, *args, **kwargs)

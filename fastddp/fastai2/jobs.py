@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
-from fastcore.basics import noop
+from fastcore.basics import noop, patch, store_attr
 
 from ..base.failure import item_name
 from .clock import OurCallback, resource_use
@@ -31,48 +31,13 @@ from ..output.replay import suppress_lines
 from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
-# Used here:
-#   Context ctx         `ctx.put(name, payload)` leaves a payload in the notebook; the last one of
-#                       each name counts. `ctx.beat(where)` says that this rank is alive.
-#                       `ctx.where` and `ctx.items`, values or functions, are read if it fails
-#   unpack(obj, device) -> learner, callbacks of the fit, and the dict that `snapshot` got as `call`
-#   baseline, capture   note what the learner holds, and return what has changed since. Rank 0
-#                       alone calls them
-#   distributed(...)    context that every rank enters: the first one of a group is a collective. It
-#                       yields a `Fit` with `together`, `common` (random streams), `same_model`
-#   as_one_process(...) another one. It ends with the last meeting, but not after an exception
-#   until_interrupted(ctx, f, leave)   True if a KeyboardInterrupt ended `f()`; then `leave()` was
-#                       called, so that other ranks end the fit at their next meeting
-#   Together            `leave()` * has the other ranks end the call, too, after a
-#                       KeyboardInterrupt of this rank alone
-#
-# A job is a function that each rank calls, as `job(ctx, obj)`: with the rank's `Context`, and what
-# the notebook has sent. What rank 0 gives to `ctx.put`, and what each rank returns, goes to the
-# notebook:
-#
-#     job         the notebook's side        rank 0 puts                     each rank returns
-#     fit_job     `session.FitCall`          'epoch' after each epoch, then  `Progress.result`
-#                                            'state', or 'cut'
-#     infer_job   `InferCall`, at the end    'state'                         `Inferred`
-#                 of this module
-#
-# Where a launcher such as torchrun has started the ranks, there are no jobs: `in_place` takes
-# `NoteProgress`, `EndOfAll` and `call_fit` from here.
-
-# Below: where a rank is (`NoteProgress`, `EndOfAll`); `fit_job`; `infer_job`; `InferCall`.
-
-# Where a rank is
-
 class NoteProgress(OurCallback):
     """Notes where this rank is, tells the notebook before each batch, and counts and times the
     batches and items of the fit. Each rank has its own; nothing here is a collective. In an epoch
     of fastai's loop:
 
         phase       None, then 'epoch'  'train'     'epoch'  'validate'  'epoch'
-        n_begun                         1, 2, ...            1, 2, ...
-
-    `in_batch` is set to False by `EndOfAll`, the last callback, in training, and by this one, the
-    first, in a validation. So a callback that fails after a training batch fails in that batch."""
+        n_begun                         1, 2, ...            1, 2, ..."""
     order = -2_000_000      # before all other callbacks, which may fail
     phase = None            # 'epoch', 'train' or 'validate'; None before the first epoch
     n_begun = 0             # batches of the phase that have begun
@@ -97,38 +62,56 @@ class NoteProgress(OurCallback):
         dl = getattr(learn, 'dl', None)
         return tuple((i, item_name(getattr(dl, 'dataset', None), i))
                      for i in batch_items(dl, self.in_batch))
-    def _enter(self, phase):
-        self.phase = phase
-        self.n_begun = 0
-        self.in_batch = False
-        # `where` may be called when fastai has already removed this callback from its learner
-        self.epoch = getattr(self.learn, 'epoch', None)
-    def before_fit(self): self.fit_depth += 1
-    def before_epoch(self): self._enter('epoch')
-    def before_validate(self): self._enter('validate')
-    def after_validate(self): self._enter('epoch')
-    def before_train(self):
-        self._enter('train')
-        self.progress.start()
-    def before_batch(self):
-        self.in_batch = True
-        self.n_begun += 1
-        self.progress.at_batch(self.where(), self.training)
-    def after_batch(self):
-        if not self.training: self.in_batch = False     # in training `EndOfAll` does this
-        if self.has_stepped: return
-        self.has_stepped = True
-        self.ctx.end_phase('first step')
-    def after_train(self):
-        epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
-        # of each batch, the items of this rank and of all
-        counts = epoch.counts[:epoch.n_yielded] if epoch else ()
-        self.progress.lap(sum(total for _,total in counts))
-        self._enter('epoch')
-        self.ctx.beat(self.where())
-    def after_epoch(self): self.progress.epochs += self.fit_depth == 1
-    def after_fit(self): self.fit_depth -= 1
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #287852b6
+@patch
+def _enter(self:NoteProgress, phase):
+    self.phase = phase
+    self.n_begun = 0
+    self.in_batch = False
+    # `where` may be called when fastai has already removed this callback from its learner
+    self.epoch = getattr(self.learn, 'epoch', None)
+
+@patch
+def before_fit(self:NoteProgress): self.fit_depth += 1
+@patch
+def before_epoch(self:NoteProgress): self._enter('epoch')
+@patch
+def before_train(self:NoteProgress):
+    self._enter('train')
+    self.progress.start()
+@patch
+def after_train(self:NoteProgress):
+    epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
+    # of each batch, the items of this rank and of all
+    counts = epoch.counts[:epoch.n_yielded] if epoch else ()
+    self.progress.lap(sum(total for _,total in counts))
+    self._enter('epoch')
+    self.ctx.beat(self.where())
+@patch
+def before_validate(self:NoteProgress): self._enter('validate')
+@patch
+def after_validate(self:NoteProgress): self._enter('epoch')
+@patch
+def after_epoch(self:NoteProgress): self.progress.epochs += self.fit_depth == 1
+@patch
+def after_fit(self:NoteProgress): self.fit_depth -= 1
+
+# %% ../../nbs/fastai2/726_jobs.ipynb #b1cd30cc
+@patch
+def before_batch(self:NoteProgress):
+    self.in_batch = True
+    self.n_begun += 1
+    self.progress.at_batch(self.where(), self.training)
+
+@patch
+def after_batch(self:NoteProgress):
+    if not self.training: self.in_batch = False     # in training `EndOfAll` does this
+    if self.has_stepped: return
+    self.has_stepped = True
+    self.ctx.end_phase('first step')
+
+# %% ../../nbs/fastai2/726_jobs.ipynb #19999943
 class EndOfAll(OurCallback):
     "Notes the end of a training batch after all other callbacks, and calls `keep` after an epoch"
     order = 2_000_000
@@ -142,9 +125,24 @@ class EndOfAll(OurCallback):
     def after_epoch(self):
         if self.noted.fit_depth == 1: self.keep()
 
-# %% ../../nbs/fastai2/726_jobs.ipynb #a9306665
-# A fit
+# %% ../../nbs/fastai2/726_jobs.ipynb #277f9590
+class Changes:
+    "Notes what a learner holds, and sends the notebook what has changed since. Only rank 0 does so"
+    def __init__(self, ctx, learn, cbs,
+        refs, # As of `capture`
+        **kwargs # As of `baseline`
+    ):
+        store_attr('ctx,learn,cbs,refs')
+        if ctx.rank == 0: self.base = baseline(learn, cbs, refs, **kwargs)
+    def send(self, name,
+        fit, # The `Fit`: with the state of its common random streams the notebook goes on
+        **kwargs # As of `capture`
+    ):
+        if self.ctx.rank: return
+        rng = fit.common.state()
+        self.ctx.put(name, capture(self.learn, self.cbs, self.base, rng, self.refs, **kwargs))
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #14cdc997
 def call_fit(learn,
     cbs, # Callbacks that the fit was given; those that act on this rank are used
     fit_args, # The other arguments of `fit`, by name
@@ -156,70 +154,58 @@ def call_fit(learn,
     kwargs = dict(cbs=of_rank) if of_rank else {}
     with learn.added_cbs(ours): type(learn).fit(learn, **kwargs, **fit_args)
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #75c6fcfe
+def _train(ctx, noted, learn,
+    fit # Called without arguments
+):
+    "Call `fit()`. If it fails, note the place and the items for the report"
+    try: fit()
+    except (Exception,SystemExit):
+        ctx.where = noted.where()
+        ctx.items = noted.items(learn)
+        raise
+
+# %% ../../nbs/fastai2/726_jobs.ipynb #a9306665
+# What the notebook sends `fit_job` as `call`, beside the learner and the callbacks of the fit:
+#
+#     options         of `distributed`
+#     fit_args        arguments of `fit`, by name, without `cbs`
+#     keeps_epochs    False: nothing is sent before the end
+#     wandb_run       as of `notebook_run`
+#     resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
+
 def fit_job(ctx, obj):
-    """Train the learner of a snapshot on this rank; return the `Progress` as a dict. All ranks do
-    the same, and meet where it says *; only what is sent is sent by rank 0 alone:
-
-        unpack, baseline            what differs from now on is what the fit has changed
-        into `distributed` *        callbacks of ours, sharded loaders
-        into `as_one_process`
-            call_fit *              fastai's loop; the end of an epoch is sent as 'epoch', if
-                                    `keeps_epochs`
-        out of `as_one_process` *   the last meeting of the ranks, also after an interrupt
-        out of `distributed`        the learner has its own callbacks and loaders again
-        send                        the end of the fit is sent as 'state', or as 'cut' if it was
-                                    interrupted
-
-    An interrupt ends `call_fit` on all ranks after the same batch. An exception leaves the contexts
-    without a meeting, and the engine ends the job on all ranks.
-
-    What `FitCall` sends as `call`, beside the learner and the callbacks of the fit:
-
-        options         of `distributed`
-        fit_args        arguments of `fit`, by name, without `cbs`
-        keeps_epochs    False: nothing is sent before the end
-        wandb_run       as of `notebook_run`
-        resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
-    """
+    "Train the learner of a snapshot on this rank; return the `Progress` as a dict"
     ctx.reset_memory_peak()
     learn,cbs,call = unpack(obj, ctx.device)
-    # what the notebook has, and its values now, before anything of ours is added
     refs = persistent_refs(learn, cbs)
     sent_cbs = all_cbs(learn, cbs)
-    if ctx.rank == 0:       # it alone sends
-        base = baseline(learn, cbs, refs, any(obj['factories']), obj['definitions'])
+    changes = Changes(ctx, learn, cbs, refs, made=any(obj['factories']),
+                      definitions=obj['definitions'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
     with (suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
-        def send(name, **kwargs):
-            if ctx.rank: return
-            ctx.put(name, capture(learn, cbs, base, fit.common.state(), refs, **kwargs))
-        ours = [noted, EndOfAll(noted, partial(send, 'epoch') if call['keeps_epochs'] else noop)]
+        keep = partial(changes.send, 'epoch', fit) if call['keeps_epochs'] else noop
+        ours = [noted, EndOfAll(noted, keep)]
         if call['resumed']:
             resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
             ours.append(resume)
             # rank 0 removes these while it predicts alone; `noted` and `EndOfAll` stay
             fit.callbacks.append(resume)
-        def train():
-            try: call_fit(learn, cbs, call['fit_args'], ours)
-            except (Exception,SystemExit):
-                # the contexts around will change the learner before the failure is reported
-                ctx.where = noted.where()
-                ctx.items = noted.items(learn)
-                raise
+        train = partial(_train, ctx, noted, learn,
+                        partial(call_fit, learn, cbs, call['fit_args'], ours))
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
-    send('cut' if interrupted else 'state', grads=fit.same_model.has_unused_grads, ended=True)
+    changes.send('cut' if interrupted else 'state', fit, grads=fit.same_model.has_unused_grads,
+                 ended=True)
     report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
-# A validation
-
 # Exceptions that end a validation in one process. All ranks raise one of the same kind: see
 # `Together.run_batches`
 _ENDS = CancelEpochException,CancelFitException,KeyboardInterrupt
@@ -231,7 +217,7 @@ def until_cancelled(f # A validation, called without arguments
     # not its class, which may be one of the user's
     except _ENDS as e: return None,next(cls for cls in _ENDS if isinstance(e, cls))
 
-# %% ../../nbs/fastai2/726_jobs.ipynb #6cf3aab4
+# %% ../../nbs/fastai2/726_jobs.ipynb #e66cbb66
 class Inferred(NamedTuple):
     "What `infer_job` returns on a rank"
     part:object         # what the learner's callbacks collected, as of `validate_part`
@@ -239,31 +225,25 @@ class Inferred(NamedTuple):
     dl_state:object     # of the loader
     progress:dict       # as of `Progress.result`
 
-def infer_job(ctx, obj):
-    """Validate this rank's part of a loader with the learner of a snapshot; return an `Inferred`.
-    All ranks do the same, and meet where it says *:
-
-        unpack, baseline            what differs from now on is what the validation has changed
-        into `distributed` *        callbacks of ours
-            validate_part *         fastai's loop over this rank's batches
-        out of `distributed`        the learner has its own callbacks again
-        ctx.put                     rank 0 sends what callbacks hold, without weights
-
-    What `InferCall` sends as `call`, beside the learner:
-
-        dl          the loader, or its index among those of the learner
-        dataset     None, or the index of the learner's loader that has the dataset of `dl`, if `dl`
-                    was sent without it (`_without_dataset`)
-    """
-    ctx.reset_memory_peak()
-    learn,_,call = unpack(obj, ctx.device)
+def _sent_loader(learn,
+    call, # 'dl': the loader, or its index; 'dataset': the index of the loader with its dataset
+    device
+):
+    "Return the loader that the notebook has sent, on `device`"
     dl = call['dl']
     if isinstance(dl, int): dl = learn.dls[dl]
     if call.get('dataset') is not None: dl.dataset = learn.dls[call['dataset']].dataset
-    place_dl(dl, ctx.device)
-    refs = loader_refs(learn, dl)
+    place_dl(dl, device)
+    return dl
+
+# %% ../../nbs/fastai2/726_jobs.ipynb #6cf3aab4
+def infer_job(ctx, obj):
+    "Validate this rank's part of a loader with the learner of a snapshot; return an `Inferred`"
+    ctx.reset_memory_peak()
+    learn,_,call = unpack(obj, ctx.device)
+    dl = _sent_loader(learn, call, ctx.device)
+    changes = Changes(ctx, learn, (), loader_refs(learn, dl), definitions=obj['definitions'])
     noted = NoteProgress(ctx)
-    if ctx.rank == 0: base = baseline(learn, (), refs, definitions=obj['definitions'])
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
@@ -273,9 +253,7 @@ def infer_job(ctx, obj):
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
-    if ctx.rank == 0:
-        ctx.put('state', capture(learn, (), base, fit.common.state(), refs, weights=False,
-                                 ended=True))
+    changes.send('state', fit, weights=False, ended=True)
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4a1dcf25
@@ -296,9 +274,9 @@ def _without_dataset(dl,
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4eb9ad42
 class InferCall(Call):
-    """A validation or prediction on the workers, in the notebook's process: the other side of
-    `infer_job`. `Session.validate` makes one, and calls `validate`. Of the base class that uses
-    `run`, which calls `snapshot`, runs the job, and calls `apply` with what rank 0 has put."""
+    """A validation or prediction on the workers, in the notebook's process. `Session.validate`
+    makes one, and calls `validate`. The base class's `run` calls `snapshot`, runs the job, and
+    calls `apply` with what rank 0 has put"""
     def __init__(self, session,
         dl # What to predict; it may be none of the learner's loaders
     ):
@@ -316,21 +294,24 @@ class InferCall(Call):
     def apply(self, meta, buffers):
         apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
               definitions=self.definitions)
-    def validate(self):
-        "Validate on the workers; afterwards learner, loader and callbacks are as after a local one"
-        learn = self.learn
-        gather = gatherers(learn)
-        # they have begun with `before_fit`, which opens files and can't be sent
-        loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
-                   and not isinstance(cb, ProgressCallback)]
-        with learn.removed_cbs(loggers), learn.no_logging(), self.session.showing_lines(self):
-            out = self.run()
-            self.report.add_results([o.progress for o in out.results])
-            self.session.keep(self.report)
-            cancelled = [o.cancelled for o in out.results if o.cancelled]
-            if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
-        learn.dl = self.dl
-        # `run` has put the attributes of rank 0's callbacks into the notebook's
-        if cancelled: raise cancelled[0]()
-        set_dl_state(self.dl, out.results[0].dl_state)
-        end_gathering(gather, join_parts([o.part for o in out.results]))
+
+# %% ../../nbs/fastai2/726_jobs.ipynb #b9e92599
+@patch
+def validate(self:InferCall):
+    "Validate on the workers; afterwards learner, loader and callbacks are as after a local one"
+    learn = self.learn
+    gather = gatherers(learn)
+    # they have begun with `before_fit`, which opens files and can't be sent
+    loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
+               and not isinstance(cb, ProgressCallback)]
+    with learn.removed_cbs(loggers), learn.no_logging(), self.session.showing_lines(self):
+        out = self.run()
+        self.report.add_results([o.progress for o in out.results])
+        self.session.keep(self.report)
+        cancelled = [o.cancelled for o in out.results if o.cancelled]
+        if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
+    learn.dl = self.dl
+    # `run` has put the attributes of rank 0's callbacks into the notebook's
+    if cancelled: raise cancelled[0]()
+    set_dl_state(self.dl, out.results[0].dl_state)
+    end_gathering(gather, join_parts([o.part for o in out.results]))

@@ -12,7 +12,7 @@ from functools import partial
 import torch
 from fastai.callback import training
 from fastai.torch_core import find_bs
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.device import device_of, is_accelerator
@@ -28,48 +28,7 @@ from ..shard.loss import class_weights, loss_name, loss_part
 from ..shard.sharded import CantShard
 from ..shard.trees import is_list_of_items, tensors_in
 
-# A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
-# Beside these the ranks vote at the end of each event that code of the user's handles. A vote
-# raises the strongest wish on all ranks, so all of them come to a line or none. A line is run when
-# its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
-# brackets, so it is the same on all ranks.
-#
-#    1 vote('gather')        LossCall              in each call of a loss function that is gathered
-#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1); then
-#        vote('gather')                            whether the call raised an error on some rank
-#    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
-#                                                  on a rank that makes none
-#    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
-#    5   sum_                combine               on an accelerator, if a rank has a loss (3)
-#    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
-#    7   vote('end_pass')    exchange_masks        after the first pass, if how is FLAT (3)
-#    8     all-reduces       average_grads
-#    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
-#   10   sum_                combine               on an accelerator
-#   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
-#
-# A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
-# rank comes to 3, 4, 5, 7 and 8 at the end of the batch: `how` is never OVERLAPPED then, and its
-# gradients are averaged with the others'.
-
-# %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
-# Used here:
-#   Together     `vote(place, ...)`, a collective, returns what all ranks have sent:
-#                `votes.sum('loss')`. On all ranks it raises the strongest wish to leave
-#   Losses       `is_gathered(f)`: the loss function `f` needs the items of all ranks. Then
-#                `of_all_ranks`, a collective, returns their loss, or None if it can't
-#   Passes       between `open` and `close` it runs each backward pass that reaches trained
-#                parameters: `begin_pass`, the pass, and if it is flat, `average`, a collective
-#   Overlapped   DDP: `prepare`, a collective, makes it; `status(loss)` says, without a collective,
-#                whether it can run a pass, in numbers for the vote before that
-#   OVERLAPPED   DDP averages gradients in the first pass of a batch. FLAT: they are averaged after
-#                each pass. LATER: not in this batch; they accumulate
-
-def trained_beside(learn):
-    "Return the trained parameters of `learn` that aren't the model's, as a list"
-    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
-    return extra_params(learn.model, learn.loss_func, groups)
-
+# %% ../../nbs/fastai2/714_step.ipynb #de7c60fd
 def true_counts(learn # A learner in a training phase
 ): # `(items of this rank, items of all ranks)`
     "Return how many items of the current batch count, without those that pad a rank's batch"
@@ -78,6 +37,7 @@ def true_counts(learn # A learner in a training phase
     # a callback may run a batch under a higher number, or put another loader into `learn.dl`
     return counts[-1] if counts else (find_bs(learn.yb),)*2
 
+# %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def global_items(learn):
     "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
     if not getattr(learn.dl,'counts',()): return find_bs(learn.yb)
@@ -86,6 +46,120 @@ def global_items(learn):
     if any(is_list_of_items(y, max(count, 2)) for y in learn.yb): return total
     n_fed = find_bs(learn.yb)
     return round(total*n_fed/max(count, 2))
+
+# %% ../../nbs/fastai2/714_step.ipynb #66f2d329
+class GlobalLoss:
+    """The loss of one training batch: that of the items of all ranks. `StepSync` calls
+
+        numbers   before a vote: what this rank's loss adds to that of all ranks
+        combine   after it: `learn.loss` becomes the loss of the global batch
+        scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
+                  is the gradient of the global batch"""
+    def __init__(self, learn, call): # The batch's `LossCall`
+        store_attr()
+        self.device = device_of(learn.model)
+        # losses are summed on an accelerator, where the host doesn't wait for them
+        self.sums_on_device = is_accelerator(self.device)
+        self.last = vars(learn).get('loss')     # of the batch before; None in the first one
+        # set by `numbers`
+        self.part = None        # this rank's `LossPart`
+        self.weighted = 0.      # this rank's term of the global loss
+        # set by `combine`
+        self.scale = 1.         # the factor on this rank's loss
+        self.value = None       # the loss of the global batch, which `learn.loss` was set to
+    def is_computed(self):
+        "Return True if `learn.loss` is that of this batch"
+        loss = vars(self.learn).get('loss')
+        return loss is not self.last and isinstance(loss, torch.Tensor)
+    def is_local(self):
+        "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
+        return self.is_computed() and self.learn.loss is not self.value
+
+# %% ../../nbs/fastai2/714_step.ipynb #bacf87d5
+@patch
+def numbers(self:GlobalLoss,
+    loss # The loss of the backward pass, for a learner that has none yet
+):
+    "Return the numbers of this rank's loss that a vote sums: none if the device does"
+    if self.part is None:
+        n_items = self.call.n_items
+        self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
+    if self.is_computed(): loss = self.learn.loss
+    # fastai's kinds of tensors make each operation slower
+    loss = loss.detach().as_subclass(torch.Tensor)
+    if loss.ndim: loss = loss.float().mean()
+    self.weighted = self.part.weighted(loss.float() if self.sums_on_device else loss.item())
+    return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
+
+@patch
+def _find_part(self:GlobalLoss, n_items): # That count of this rank's
+    "Return this rank's `LossPart`"
+    f = self.call.user_func()
+    return loss_part(f, self.learn.yb, n_items, self.call.losses.reduction(f),
+                     to_number=not self.sums_on_device)
+
+# %% ../../nbs/fastai2/714_step.ipynb #2bf60d2d
+@patch
+def sum_on_device(self:GlobalLoss, value, divisor):
+    "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
+    sums = torch.zeros(2, dtype=torch.float64, device=self.device)
+    sums[0] = value
+    sums[1] = divisor
+    group.sum_(sums)
+    return sums.float()
+
+@patch
+def combine(self:GlobalLoss, result): # The `Votes` with the `numbers` of all ranks
+    """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
+    operation on an accelerator: `sum_on_device`"""
+    # where some ranks make a backward pass, the items of other ranks don't count
+    passing = Votes(row for row in result if row.backward)
+    counts = not passing or result[group.rank()].backward
+    part = self.part if counts and self.part else self._find_part(0)
+    if self.sums_on_device:
+        weighted,total = self.sum_on_device(self.weighted if counts else 0., part.divisor)
+    else: weighted,total = [(passing or result).sum(o) for o in ('loss','divisor')]
+    self.scale = part.scale(total, group.world_size())
+    if self.is_computed(): self._set_loss(part.global_loss(weighted, total))
+
+@patch
+def _set_loss(self:GlobalLoss, value): # A number, or a scalar tensor
+    loss = self.learn.loss
+    if isinstance(value, torch.Tensor): value = value.to(loss.dtype)
+    else: value = loss.new_tensor(value)
+    self.value = self.learn.loss = value
+
+# %% ../../nbs/fastai2/714_step.ipynb #a72bf8de
+@patch
+def scaled(self:GlobalLoss,
+    loss, # That of a backward pass
+    first # True for the first pass of this batch
+):
+    "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
+    if isinstance(self.part.divisor, torch.Tensor): return self._scaled_on_device(loss, first)
+    if not self.part.divisor: return self._without_items(loss)
+    scale = self.scale
+    return loss if isinstance(scale, float) and scale == 1. else loss*scale
+
+@patch
+def _has_class_weights(self:GlobalLoss):
+    weights = class_weights(self.call.user_func())
+    return weights is not None and weights.weight is not None
+
+@patch
+def _without_items(self:GlobalLoss, loss):
+    "Return a loss whose gradients are zeros"
+    # with class weights they would be NaN, also below `torch.where`
+    if self._has_class_weights(): return zero_loss(leaves_of(graph_of(loss)).values())
+    return torch.where(loss.new_zeros(()) > 0, loss, 0.)
+
+@patch
+def _scaled_on_device(self:GlobalLoss, loss, first):
+    "As `scaled`, where only the device knows whether any of this rank's items count"
+    any_counts = self.part.divisor > 0
+    for t in tensors_in(self.learn.pred) if first and self._has_class_weights() else ():
+        if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
+    return torch.where(any_counts, loss, 0.)*self.scale
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class LossCall:
@@ -126,141 +200,59 @@ class LossCall:
         f = self.learn.loss_func
         return self.f if f is self else f
 
-    def __call__(self, pred, *yb):
-        "Return the loss of all ranks' items; if there is none, of this rank's"
-        f = self.f
-        self.was_called = True
-        in_event = self.module is not None
-        self.restore()
-        self.restore_forward()
-        call = partial(self._loss, f, pred, yb)
-        try: return self.losses.watched(f, self.learn.training, call)
-        # it may be called again; a call may have exchanged it
-        finally: self.replace_forward() if in_event else self.replace()
-    def _loss(self, f, pred, yb):
-        if not self.learn.training: return f(pred, *yb)
-        loss = self._of_all_ranks(f, pred, yb) if self.losses.is_gathered(f) else None
-        return f(pred, *yb) if loss is None else loss
-    def _of_all_ranks(self, f, pred, yb):
-        """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
-        gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
-        learn = self.learn
-        count = true_counts(learn)[0]
-        positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
-        batch = LocalBatch(pred, yb, count, positions)
-        votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
-                                   layout=batch.layout())
-        columns = map(votes.values, ('nbytes','items','layout'))
-        loss = self.losses.of_all_ranks(f, batch, *columns, self._agree)
-        if loss is not None: self.n_items = batch.count
-        return loss
-    def _agree(self, failed): return self.together.vote('gather', failed=failed).sum('failed') > 0
+# %% ../../nbs/fastai2/714_step.ipynb #40a38ac9
+@patch
+def __call__(self:LossCall, pred, *yb):
+    "Return the loss of all ranks' items; if there is none, of this rank's"
+    f = self.f
+    self.was_called = True
+    in_event = self.module is not None
+    self.restore()
+    self.restore_forward()
+    call = partial(self._loss, f, pred, yb)
+    try: return self.losses.watched(f, self.learn.training, call)
+    # it may be called again; a call may have exchanged it
+    finally: self.replace_forward() if in_event else self.replace()
 
-# %% ../../nbs/fastai2/714_step.ipynb #66f2d329
-class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. Three losses are told apart:
+@patch
+def _loss(self:LossCall, f, pred, yb):
+    if not self.learn.training: return f(pred, *yb)
+    loss = self._of_all_ranks(f, pred, yb) if self.losses.is_gathered(f) else None
+    return f(pred, *yb) if loss is None else loss
 
-        learn.loss_grad   what the loss function returned, to which callbacks may have added
-        learn.loss        a copy, for the Recorder: that of the batch before (`last`), then this
-                          rank's (`is_local`), and from `combine` on that of all ranks (`value`)
-        loss              an argument, the loss of a backward pass: `learn.loss_grad`, or one that
-                          a callback has made, as in SAM's second pass
+@patch
+def _of_all_ranks(self:LossCall, f, pred, yb):
+    """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
+    gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
+    learn = self.learn
+    count = true_counts(learn)[0]
+    positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
+    batch = LocalBatch(pred, yb, count, positions)
+    votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
+                               layout=batch.layout())
+    columns = map(votes.values, ('nbytes','items','layout'))
+    loss = self.losses.of_all_ranks(f, batch, *columns, self._agree)
+    if loss is not None: self.n_items = batch.count
+    return loss
 
-    `StepSync` calls, in this order (for the arithmetic, see `shard.loss.LossPart`):
+@patch
+def _agree(self:LossCall, failed):
+    "Return True if the call raised an error on some rank. A collective"
+    return self.together.vote('gather', failed=failed).sum('failed') > 0
 
-        numbers   for votes 3 and 9: what this rank's loss adds to that of all
-        combine   after these votes: `learn.loss` becomes the loss of the global batch
-        scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
-                  is the gradient of the global batch"""
-    def __init__(self, learn, call): # The batch's `LossCall`
-        store_attr()
-        self.device = device_of(learn.model)
-        # losses are summed on an accelerator, where the host doesn't wait for them
-        self.sums_on_device = is_accelerator(self.device)
-        self.last = vars(learn).get('loss')     # of the batch before; None in the first one
-        # set by `numbers`
-        self.part = None        # this rank's `LossPart`
-        self.weighted = 0.      # this rank's term of the global loss
-        # set by `combine`
-        self.scale = 1.         # the factor on this rank's loss
-        self.value = None       # the loss of the global batch, which `learn.loss` was set to
-
-    # The loss
-    def is_computed(self):
-        "Return True if `learn.loss` is that of this batch"
-        loss = vars(self.learn).get('loss')
-        return loss is not self.last and isinstance(loss, torch.Tensor)
-    def is_local(self):
-        "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
-        return self.is_computed() and self.learn.loss is not self.value
-
-    # The exchange
-    def numbers(self,
-        loss # The loss of the backward pass, for a learner that has none yet
-    ):
-        "Return the numbers of this rank's loss that a vote sums: none if the device does"
-        if self.part is None:
-            n_items = self.call.n_items
-            self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
-        if self.is_computed(): loss = self.learn.loss
-        # fastai's kinds of tensors make each operation slower
-        loss = loss.detach().as_subclass(torch.Tensor)
-        if loss.ndim: loss = loss.float().mean()
-        self.weighted = self.part.weighted(loss.float() if self.sums_on_device else loss.item())
-        return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
-    def _find_part(self, n_items): # That count of this rank's
-        "Return this rank's `LossPart`"
-        f = self.call.user_func()
-        return loss_part(f, self.learn.yb, n_items, self.call.losses.reduction(f),
-                         to_number=not self.sums_on_device)
-    def sum_on_device(self, value, divisor):
-        "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        sums[0] = value
-        sums[1] = divisor
-        group.sum_(sums)
-        return sums.float()
-    def combine(self, result): # The `Votes` with the `numbers` of all ranks
-        """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
-        operation on an accelerator: `sum_on_device`"""
-        learn = self.learn
-        # where some ranks make a backward pass, the items of other ranks don't count
-        passing = Votes(row for row in result if row.backward)
-        counts = not passing or result[group.rank()].backward
-        part = self.part if counts and self.part else self._find_part(0)
-        if self.sums_on_device:
-            weighted,total = self.sum_on_device(self.weighted if counts else 0., part.divisor)
-        else: weighted,total = [(passing or result).sum(o) for o in ('loss','divisor')]
-        self.scale = part.scale(total, group.world_size())
-        if not self.is_computed(): return
-        value = part.global_loss(weighted, total)
-        if isinstance(value, torch.Tensor): value = value.to(learn.loss.dtype)
-        else: value = learn.loss.new_tensor(value)
-        self.value = learn.loss = value
-
-    # The backward pass
-    def scaled(self,
-        loss, # That of a backward pass
-        first # True for the first pass of this batch
-    ):
-        "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
-        divisor = self.part.divisor
-        scale = self.scale
-        # then only the device knows whether any of this rank's items count
-        is_on_device = isinstance(divisor, torch.Tensor)
-        if not is_on_device and divisor:
-            return loss if isinstance(scale, float) and scale == 1. else loss*scale
-        # Without items that count, the mean `loss` is 0/0. Its gradients must be zeros, for which
-        # DDP waits. With class weights they would be NaN, also below `torch.where`
-        weights = class_weights(self.call.user_func())
-        has_weights = weights is not None and weights.weight is not None
-        if not is_on_device:
-            if has_weights: return zero_loss(leaves_of(graph_of(loss)).values())
-            return torch.where(loss.new_zeros(()) > 0, loss, 0.)
-        any_counts = divisor > 0
-        for t in tensors_in(self.learn.pred) if first and has_weights else ():
-            if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-        return torch.where(any_counts, loss, 0.)*scale
+# %% ../../nbs/fastai2/714_step.ipynb #13ecfebf
+def how_to_average(result, lacks_items, uses_ddp):
+    """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
+    `result` is that of the vote 'begin_pass'"""
+    # a `GradientAccumulation` makes no step in this batch
+    if lacks_items: return LATER
+    # there is a `GradientAccumulation`, or DDP couldn't follow some rank in an earlier batch
+    if not uses_ddp: return FLAT
+    # DDP would wait for a rank that makes no backward pass
+    if result.sum('backward') < len(result): return FLAT
+    # some rank trains other parameters than DDP was made for, or DDP can't follow it
+    if result.sum('new') or result.sum('flat'): return FLAT
+    return OVERLAPPED
 
 # %% ../../nbs/fastai2/714_step.ipynb #7be21c50
 class Batch:
@@ -281,36 +273,35 @@ class Batch:
         self.call.restore()
         self.call.restore_forward()
 
-def how_to_average(result, lacks_items, uses_ddp):
-    """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
-    `result` is that of the vote 'begin_pass'"""
-    # a `GradientAccumulation` makes no step in this batch
-    if lacks_items: return LATER
-    # there is a `GradientAccumulation`, or DDP couldn't follow some rank in an earlier batch
-    if not uses_ddp: return FLAT
-    # DDP would wait for a rank that makes no backward pass
-    if result.sum('backward') < len(result): return FLAT
-    # some rank trains other parameters than DDP was made for, or DDP can't follow it
-    if result.sum('new') or result.sum('flat'): return FLAT
-    return OVERLAPPED
+# %% ../../nbs/fastai2/714_step.ipynb #e09f6d63
+# A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
+# Beside these the ranks vote at the end of each event that code of the user's handles. A vote
+# raises the strongest wish on all ranks, so all of them come to a line or none. A line is run when
+# its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
+# brackets, so it is the same on all ranks.
+#
+#    1 vote('gather')        LossCall              in each call of a loss function that is gathered
+#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1); then
+#        vote('gather')                            whether the call raised an error on some rank
+#    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
+#                                                  on a rank that makes none
+#    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
+#    5   sum_                combine               on an accelerator, if a rank has a loss (3)
+#    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
+#    7   vote('end_pass')    exchange_masks        after the first pass, if how is FLAT (3)
+#    8     all-reduces       average_grads
+#    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
+#   10   sum_                combine               on an accelerator
+#   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
+#
+# A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
+# rank comes to 3, 4, 5, 7 and 8 at the end of the batch: `how` is never OVERLAPPED then, and its
+# gradients are averaged with the others'.
 
-# %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
-_LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to accumulate gradients, "
-                 "it sees those of its worker, 1/{} of each batch: divide its number by that, or "
-                 "use fastai's GradientAccumulation, which counts the items of all workers.")
-_OTHER_BATCHES = (
-    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
-    "comes from a generator of its own, or from the time. Draw it from the global stream of "
-    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
-    "here, or from a generator with a fixed seed.")
-_IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
-_EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
-
+# %% ../../nbs/fastai2/714_step.ipynb #9440f49d
 class StepSync(OurCallback):
     """Makes one training step of all ranks: one loss (`GlobalLoss`), one gradient (`Passes`).
-
-    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. Besides fastai's loop, these
-    call it, on all ranks:
+    Besides fastai's loop, these call it, on all ranks:
 
         start_train         `distributed`, after the vote of `before_train`
         enter_event         `EventDispatcher`, when an event begins, and `leave_event` at its end
@@ -333,151 +324,229 @@ class StepSync(OurCallback):
         self.n_left_steps = 0       # batches that were left between backward pass and step
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
 
-    @contextmanager
-    def wrapped(self):
-        """Context manager of a fit, in which `Passes` replaces `torch.autograd.backward`, and
-        `GradientAccumulation` counts the items of all ranks"""
-        with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
-    def count_items(self, yb):
-        # in the place of `find_bs`; another learner that a callback fits has its own `yb`
-        return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
+# %% ../../nbs/fastai2/714_step.ipynb #35c5a459
+@patch
+@contextmanager
+def wrapped(self:StepSync):
+    """Context manager of a fit, in which `Passes` replaces `torch.autograd.backward`, and
+    `GradientAccumulation` counts the items of all ranks"""
+    with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
 
-    # What is trained
-    def params(self):
-        "Return the parameters that are trained; the model is asked once per batch"
-        if self.batch.params is None:
-            self.batch.params = [*self.learn.model.parameters(), *self.beside]
-        return self.batch.params
-    def start_train(self):
-        "Prepare DDP for what is trainable in this phase. A collective operation"
-        if self.n == 1: return
-        if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
-            raise CantDistribute("LBFGS decides by the loss that its closure returns, which is "
-                                 "that of one worker's items. Take another optimizer, or fit in "
-                                 "one process.")
-        self._new_batch()
-        self.beside = trained_beside(self.learn)
-        if self.uses_ddp(): self.overlapped.prepare()
-    def uses_ddp(self):
-        "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
-        return not self.always_flat and self.batch.accumulation is None
+@patch
+def count_items(self:StepSync, yb):
+    # in the place of `find_bs`; another learner that a callback fits has its own `yb`
+    return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
 
-    # A batch, event by event
-    def _new_batch(self):
-        self.close()        # an exception may have ended the batch before without `after_batch`
-        self.batch = Batch(self.learn, self.losses, self.together)
-    def before_batch(self):
-        self._new_batch()
-        self.passes.open()
-    # Around each event (`EventDispatcher`)
-    def enter_event(self):
-        "In an event the learner has the user's loss function"
-        if self.batch is None: return
-        self.batch.call.restore()
-        if self.passes.n_passes and self.learn.training: self.batch.call.replace_forward()
-    def leave_event(self, event_name):
-        "Until the next event the learner's own code runs: calls of its loss function are ours"
-        if self.batch is not None: self.batch.call.restore_forward()
-        if event_name in _IN_BATCH and self.batch is not None: self.batch.call.replace()
-    def after_pred(self): self.batch.has_pred = True
-    def is_mid_batch(self):
-        "Return True between the forward pass of a batch and its backward pass"
-        return self.passes.n_passes == 0 and self.batch.has_pred
-    def after_loss(self):
-        # the user's callbacks come later, and may add to it; there is none without targets
-        loss = vars(self.learn).get('loss_grad')
-        if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
-    def after_step(self): self.batch.has_stepped = True
-    def after_batch(self):
-        if self.batch.how is None: self._end_without_backward()
-        elif not self.batch.has_stepped: self._note_left_step()
-        # `Passes` stays open: the user's callbacks come later, and may run a backward pass
-        self.batch.end()
-    def after_train(self): self.close()
-    # a batch that one of these exceptions ends has neither `after_batch` nor `after_train`
-    def after_cancel_epoch(self): self.close()
-    def after_cancel_fit(self): self.close()
-    def close(self):
-        "End the batch, also one that was left by an exception"
-        self.passes.close()
-        if self.batch is not None: self.batch.end()
+# %% ../../nbs/fastai2/714_step.ipynb #dc7cd735
+def trained_beside(learn):
+    "Return the trained parameters of `learn` that aren't the model's, as a list"
+    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
+    return extra_params(learn.model, learn.loss_func, groups)
 
-    def _note_left_step(self):
-        """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
-        their backward pass, and may count the items that it sees"""
-        self.n_left_steps += 1
-        if self.batch.accumulation is not None or self.n_left_steps != 2: return
-        who = [type(cb).__name__ for cb in self.learn.cbs
-               if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
-        if who: self.losses.print_once(_LEAVES_STEPS.format(', '.join(who), self.n), 'steps')
+@patch
+def params(self:StepSync):
+    "Return the parameters that are trained; the model is asked once per batch"
+    if self.batch.params is None:
+        self.batch.params = [*self.learn.model.parameters(), *self.beside]
+    return self.batch.params
 
-    # A backward pass
-    def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
-    def begin_pass(self,
-        loss, # The loss of which a backward pass begins
-        first # True for the first pass of this batch
-    ): # `(the loss to run backward in its place, how the pass averages gradients)`
-        "Vote before the first pass, which decides for all of the batch"
-        batch = self.batch
-        if first: batch.how = self._meet(loss)
-        else:
-            self._share_loss(loss)
-            self._check_further_pass()
-        batch.call.was_called = False
-        return batch.loss.scaled(loss, first), batch.how
-    def _meet(self, loss):
-        "Vote before the first pass, that of `loss`; return how the batch averages gradients"
-        batch,learn = self.batch,self.learn
-        if batch.loss_node is not None:
-            cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
-            self.losses.check_terms(batch.loss_node, learn.pred, learn.model.named_parameters,
-                                    loss, cbs)
-        numbers = batch.loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
-        if self.uses_ddp(): numbers |= self.overlapped.status(loss)
-        if learn.iter == 0: numbers |= dict(layout=self._first_read())
-        result = self.together.vote('begin_pass', backward=1., **numbers)
-        if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
-        self.losses.is_stateful |= result.sum('stateful') > 0
-        how = self._decide(result)
-        batch.loss.combine(result)
-        return how
-    def _first_read(self): return getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
-    def _end_without_backward(self):
-        """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
-        that of the global batch, if it was computed. If other ranks make a pass, follow them
-        through the same collective operations as in `_meet` and in a flat pass"""
-        batch_loss = self.batch.loss
-        has_loss = batch_loss.is_computed()     # the same on all ranks
-        numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
-        result = self.together.vote('begin_pass', **numbers)
-        others_pass = result.sum('backward') > 0
-        # in the same order as `_meet`
-        how = self._decide(result) if others_pass else LATER
-        if has_loss or others_pass: batch_loss.combine(result)
-        if how != LATER: self.passes.average()
-    def _decide(self, result):
-        """Return how the batch averages gradients, on all ranks alike. A collective operation once
-        in a fit, if DDP can't follow some rank: it isn't used from then on"""
-        acc = self.batch.accumulation
-        lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
-        how = how_to_average(result, lacks_items, self.uses_ddp())
-        if not result.sum('flat'): return how
-        why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
-        print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
-        self.always_flat = True
-        self.overlapped.close()
-        return how
-    def _share_loss(self, loss):
-        """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
-        callback may have run the first backward pass with a loss of its own"""
-        if not self.batch.loss.is_local(): return
-        self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
-    def _check_further_pass(self):
-        "Tell the user of a loss that a callback computes by itself, of this rank's items"
-        f = self.batch.call.user_func()
-        if self.losses.is_gathered(f) and not self.batch.call.was_called:
-            self.losses.print_once(f"A callback calls {loss_name(f)} for a further backward pass: "
-                                   f"there {AVERAGED}", 'further')
-    def exchange_masks(self, mask):
-        "Return the checksums of all ranks, for `Passes`"
-        return self.together.vote('end_pass', mask=mask).values('mask')
+@patch
+def start_train(self:StepSync):
+    "Prepare DDP for what is trainable in this phase. A collective operation"
+    if self.n == 1: return
+    if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
+        raise CantDistribute("LBFGS decides by the loss that its closure returns, which is "
+                             "that of one worker's items. Take another optimizer, or fit in "
+                             "one process.")
+    self._new_batch()
+    self.beside = trained_beside(self.learn)
+    if self.uses_ddp(): self.overlapped.prepare()
+
+@patch
+def uses_ddp(self:StepSync):
+    "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
+    return not self.always_flat and self.batch.accumulation is None
+
+# %% ../../nbs/fastai2/714_step.ipynb #fb5366a3
+_IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
+
+@patch
+def _new_batch(self:StepSync):
+    self.close()        # an exception may have ended the batch before without `after_batch`
+    self.batch = Batch(self.learn, self.losses, self.together)
+
+@patch
+def close(self:StepSync):
+    "End the batch, also one that was left by an exception"
+    self.passes.close()
+    if self.batch is not None: self.batch.end()
+
+@patch
+def enter_event(self:StepSync):
+    "In an event the learner has the user's loss function"
+    if self.batch is None: return
+    self.batch.call.restore()
+    if self.passes.n_passes and self.learn.training: self.batch.call.replace_forward()
+
+@patch
+def leave_event(self:StepSync, event_name):
+    "Until the next event the learner's own code runs: calls of its loss function are ours"
+    if self.batch is not None: self.batch.call.restore_forward()
+    if event_name in _IN_BATCH and self.batch is not None: self.batch.call.replace()
+
+# %% ../../nbs/fastai2/714_step.ipynb #10deb173
+@patch
+def before_batch(self:StepSync):
+    self._new_batch()
+    self.passes.open()
+
+@patch
+def after_pred(self:StepSync): self.batch.has_pred = True
+
+@patch
+def after_loss(self:StepSync):
+    # the user's callbacks come later, and may add to it; there is none without targets
+    loss = vars(self.learn).get('loss_grad')
+    if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
+
+@patch
+def after_step(self:StepSync): self.batch.has_stepped = True
+
+@patch
+def after_batch(self:StepSync):
+    if self.batch.how is None: self._end_without_backward()
+    elif not self.batch.has_stepped: self._note_left_step()
+    # `Passes` stays open: the user's callbacks come later, and may run a backward pass
+    self.batch.end()
+
+# a batch that is left with the whole epoch or fit has no `after_batch`
+@patch
+def after_train(self:StepSync): self.close()
+@patch
+def after_cancel_epoch(self:StepSync): self.close()
+@patch
+def after_cancel_fit(self:StepSync): self.close()
+
+@patch
+def is_mid_batch(self:StepSync):
+    "Return True between the forward pass of a batch and its backward pass"
+    return self.passes.n_passes == 0 and self.batch.has_pred
+
+# %% ../../nbs/fastai2/714_step.ipynb #8d5fef2a
+_OTHER_BATCHES = (
+    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
+    "comes from a generator of its own, or from the time. Draw it from the global stream of "
+    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
+    "here, or from a generator with a fixed seed.")
+_EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
+
+@patch
+def is_loss_of_learner(self:StepSync, loss): return loss is vars(self.learn).get('loss_grad')
+
+@patch
+def begin_pass(self:StepSync,
+    loss, # The loss of which a backward pass begins
+    first # True for the first pass of this batch
+): # `(the loss to run backward in its place, how the pass averages gradients)`
+    "Vote before the first pass, which decides for all of the batch"
+    batch = self.batch
+    if first: batch.how = self._meet(loss)
+    else:
+        self._share_loss(loss)
+        self._check_further_pass()
+    batch.call.was_called = False
+    return batch.loss.scaled(loss, first), batch.how
+
+@patch
+def _meet(self:StepSync, loss):
+    "Vote before the first pass, that of `loss`; return how the batch averages gradients"
+    self._check_terms(loss)
+    batch_loss = self.batch.loss
+    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
+    if self.uses_ddp(): numbers |= self.overlapped.status(loss)
+    if self.learn.iter == 0: numbers |= dict(layout=self._first_read())
+    result = self.together.vote('begin_pass', backward=1., **numbers)
+    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+    self.losses.is_stateful |= result.sum('stateful') > 0
+    how = self._decide(result)
+    batch_loss.combine(result)
+    return how
+
+@patch
+def _check_terms(self:StepSync, loss):
+    "Tell the user of terms of the loss that each rank computes by itself"
+    node,learn = self.batch.loss_node,self.learn
+    if node is None: return
+    cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
+    self.losses.check_terms(node, learn.pred, learn.model.named_parameters, loss, cbs)
+
+@patch
+def _first_read(self:StepSync):
+    "Return the checksum of what this rank has read, if every rank reads the whole loader"
+    return getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
+
+# %% ../../nbs/fastai2/714_step.ipynb #b9309337
+@patch
+def _decide(self:StepSync, result):
+    """Return how the batch averages gradients, on all ranks alike. A collective operation once
+    in a fit, if DDP can't follow some rank: it isn't used from then on"""
+    acc = self.batch.accumulation
+    lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
+    how = how_to_average(result, lacks_items, self.uses_ddp())
+    if not result.sum('flat'): return how
+    why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
+    print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
+    self.always_flat = True
+    self.overlapped.close()
+    return how
+
+# %% ../../nbs/fastai2/714_step.ipynb #bfc00abf
+@patch
+def _share_loss(self:StepSync, loss):
+    """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
+    callback may have run the first backward pass with a loss of its own"""
+    if not self.batch.loss.is_local(): return
+    self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
+
+@patch
+def _check_further_pass(self:StepSync):
+    "Tell the user of a loss that a callback computes by itself, of this rank's items"
+    f = self.batch.call.user_func()
+    if self.losses.is_gathered(f) and not self.batch.call.was_called:
+        self.losses.print_once(f"A callback calls {loss_name(f)} for a further backward pass: "
+                               f"there {AVERAGED}", 'further')
+
+@patch
+def exchange_masks(self:StepSync, mask):
+    "Return the checksums of all ranks, for `Passes`"
+    return self.together.vote('end_pass', mask=mask).values('mask')
+
+@patch
+def _end_without_backward(self:StepSync):
+    """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
+    that of the global batch, if it was computed. If other ranks make a pass, follow them
+    through the same collective operations as in `_meet` and in a flat pass"""
+    batch_loss = self.batch.loss
+    has_loss = batch_loss.is_computed()     # the same on all ranks
+    numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
+    result = self.together.vote('begin_pass', **numbers)
+    others_pass = result.sum('backward') > 0
+    # in the same order as `_meet`
+    how = self._decide(result) if others_pass else LATER
+    if has_loss or others_pass: batch_loss.combine(result)
+    if how != LATER: self.passes.average()
+
+# %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
+_LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to accumulate gradients, "
+                 "it sees those of its worker, 1/{} of each batch: divide its number by that, or "
+                 "use fastai's GradientAccumulation, which counts the items of all workers.")
+
+@patch
+def _note_left_step(self:StepSync):
+    """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
+    their backward pass, and may count the items that it sees"""
+    self.n_left_steps += 1
+    if self.batch.accumulation is not None or self.n_left_steps != 2: return
+    who = [type(cb).__name__ for cb in self.learn.cbs
+           if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
+    if who: self.losses.print_once(_LEAVES_STEPS.format(', '.join(who), self.n), 'steps')
