@@ -147,7 +147,8 @@ def _let_grow(objs):
 def _with_items(o):
     "List `o` and the items of lists, tuples and dicts in it; of long ones none, to save memory"
     items = [*o.values()] if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else []
-    return [o, *(part for item in items for part in _with_items(item))] if len(items) < 1000 else [o]
+    if len(items) > 1000: return [o]
+    return [o, *(part for item in items for part in _with_items(item))]
 
 def pull_job(
     ctx,
