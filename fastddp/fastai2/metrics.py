@@ -14,6 +14,7 @@ import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastai.torch_core import find_bs
+from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base import group
@@ -24,29 +25,6 @@ from ..shard.sharded import is_sharded, original
 from ..shard.trees import map_tensors, on_cpu, trees_of_ranks, turns_of_ranks
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
-# Used here:
-#   Recorder       fastai's, or one that a library has put in its place. In a phase it resets the
-#                  metrics, then after each batch calls `m.accumulate(learn)` for each of them in
-#                  turn, and at the end reads their values. At each of these events `ReduceMetrics`
-#                  comes before it
-#   learn.dl       a sharded loader. In training, `counts[i]`: the numbers of this rank's and of all
-#                  ranks' items in batch i; `idxs`: the positions of this rank's items in the order
-#                  of one process, of all batches read so far
-#   trees_of_ranks, turns_of_ranks, join_rows   c  batches of other ranks (`shard.trees`), and a
-#                  batch made of its parts
-#
-# In this module: metrics whose state adds up; trees of all ranks; `Phase`; `ReduceMetrics`.
-#
-#     is_replayed   at each batch                     collectives
-#     no            accumulates what this rank has    at the end, one for each metric
-#     yes           in a validation: keeps it         at the end, one for each batch of a rank
-#                   in training: accumulates the      one in each batch, in `after_batch`
-#                   batch of all ranks
-#
-# In a validation there are none at a batch: a rank may have fewer batches than others, or none.
-# `is_replayed` decides by the class, which is the same on all ranks. Which metrics a phase has, the
-# ranks tell each other at its end: those that some rank has accumulated.
-
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
 ):
     "Return the sum of `values`, in rank order and in float64; the sum of ints is an int"
@@ -82,6 +60,7 @@ def summed_attrs(m):
     if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
         return SUMMED_ATTRS[known]
 
+# %% ../../nbs/fastai2/708_metrics.ipynb #eeff5a46
 def merge_state(m):
     "Give the metric `m` the state of all ranks. A collective operation"
     if not hasattr(type(m), 'merge'): return sum_state(m, *summed_attrs(m))
@@ -133,6 +112,11 @@ def reads_input(m, learn):
     except Exception: return True
     return xb.was_read
 
+# %% ../../nbs/fastai2/708_metrics.ipynb #a24c2e32
+def run_metric(m, learn, batch):
+    "Have the metric `m` accumulate a `KeptBatch`"
+    with with_attrs(learn, **batch._asdict()), group.hidden(): type(m).accumulate(m, learn)
+
 # %% ../../nbs/fastai2/708_metrics.ipynb #af4ee933
 class Phase:
     """Computes the metrics of a training or validation phase over all ranks.
@@ -143,8 +127,8 @@ class Phase:
                        ^                      |
                        +------ resume() ------+   after a callback's own validation
 
-    While it runs, it replaces `accumulate` of the metrics. A callback's own validation has another
-    Phase, with the same metrics. `gather_batch` and `reduce` are collective operations."""
+    While it runs, it replaces `accumulate` of the metrics. `gather_batch` and `reduce` are
+    collective operations."""
     def __init__(self, learn, is_training,
         reads # Id of a replayed metric -> it reads inputs; is filled here
     ):
@@ -167,98 +151,102 @@ class Phase:
     def restore(self):
         "Give the metrics their own `accumulate` again"
         for m in self.metrics: vars(m).pop('accumulate', None)
-    def resume(self,
-        is_global # True if that validation gave the metrics the state of all ranks
-    ):
-        "Go on after a callback's own validation inside this phase, with the same metrics"
-        if is_global:
-            # it has reset the metrics, so the batches before it don't count, as in one process
-            self.kept = []
-            # `reduce` sums over ranks: their common state must count once
-            if group.rank():
-                for m in self.metrics:
-                    if not self.is_replayed[id(m)]: m.reset()
-        elif not self.is_training:
-            # what it has left in these doesn't count: `reduce` adds all batches of this phase
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #e58f3a20
+@patch
+def accumulate(self:Phase, m, i, learn):
+    "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
+    self.used.add(i)
+    if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
+    elif self.is_training:
+        for batch in self.batches: run_metric(m, learn, batch)
+    else: self._keep(m, learn)
+
+@patch
+def _accumulate_own(self:Phase, m, learn):
+    if not self.is_training: return type(m).accumulate(m, learn)
+    if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
+    pred,yb = self._counted_rows((learn.pred, learn.yb))
+    with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
+
+@patch
+def _counted_rows(self:Phase, tree):
+    """Return predictions and targets of a training batch with the rows of the items that count.
+    Tensors without a row per item stay"""
+    learn = self.learn
+    n_fed = find_bs(learn.yb)
+    n_items = learn.dl.counts[learn.iter][0]
+    def cut(t): return t[:n_items] if t.ndim and len(t) == n_fed else t
+    return map_tensors(cut, tree)
+
+@patch
+def _keep(self:Phase, m, learn):
+    "Keep the current batch of a validation, once for all replayed metrics"
+    if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
+    if self.last_kept is not learn.pred:
+        self.last_kept = learn.pred
+        self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
+    if self.reads[id(m)] and self.kept[-1].xb is None:
+        self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #7ee5fd68
+@patch
+def gather_batch(self:Phase):
+    """Bring the training batch of all ranks together for replayed metrics. A collective
+    operation: all ranks call it at the end of each batch"""
+    learn = self.learn
+    read = learn.dl.idxs[self.n_read:]
+    self.n_read = len(learn.dl.idxs)
+    n_items = learn.dl.counts[learn.iter][0]
+    part = on_cpu(self._counted_rows((learn.xb, learn.pred, tuple(learn.yb))))
+    parts = trees_of_ranks(None if not n_items else (read[:n_items], part), {})
+    parts = [o for o in parts if o is not None]
+    trees = [tree for _,tree in parts]
+    whole = join_rows(trees, [[*pos] for pos,_ in parts]) if parts else None
+    # parts that don't fit together, such as texts of other lengths, are taken one by one
+    if whole is not None: trees = [whole]
+    self.batches = [KeptBatch(*o, learn.loss) for o in trees]
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #f69905fc
+@patch
+def reduce(self:Phase): # True if the phase had metrics
+    """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
+    also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
+    state of a callback's validation"""
+    used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
+    metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
+    for m in metrics:
+        if not self.is_replayed[id(m)]: merge_state(m)
+    if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
+    return len(metrics) > 0
+
+@patch
+def _replay(self:Phase, metrics):
+    "Have the metrics accumulate the batches of all ranks in their order"
+    if not metrics: return
+    for batch in turns_of_ranks([tuple(o) for o in self.kept]):
+        for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
+
+# %% ../../nbs/fastai2/708_metrics.ipynb #a471b581
+@patch
+def resume(self:Phase,
+    is_global # True if that validation gave the metrics the state of all ranks
+):
+    "Go on after a callback's own validation inside this phase, with the same metrics"
+    if is_global:
+        # it has reset the metrics, so the batches before it don't count, as in one process
+        self.kept = []
+        # `reduce` sums over ranks: their common state must count once
+        if group.rank():
             for m in self.metrics:
-                if self.is_replayed[id(m)]: m.reset()
-        self._start()
-
-    # At a batch
-    def accumulate(self, m, i, learn):
-        "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
-        self.used.add(i)
-        if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
-        elif self.is_training:
-            for batch in self.batches: run_metric(m, learn, batch)
-        else: self._keep(m, learn)
-    def _accumulate_own(self, m, learn):
-        if not self.is_training: return type(m).accumulate(m, learn)
-        if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
-        pred,yb = self._counted_rows((learn.pred, learn.yb))
-        with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
-    def _counted_rows(self, tree):
-        """Return predictions and targets of a training batch with the rows of the items that count.
-        Tensors without a row per item stay"""
-        learn = self.learn
-        n_fed = find_bs(learn.yb)
-        n_items = learn.dl.counts[learn.iter][0]
-        def cut(t): return t[:n_items] if t.ndim and len(t) == n_fed else t
-        return map_tensors(cut, tree)
-    def _keep(self, m, learn):
-        "Keep the current batch of a validation, once for all replayed metrics"
-        if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
-        if self.last_kept is not learn.pred:
-            self.last_kept = learn.pred
-            self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
-        if self.reads[id(m)] and self.kept[-1].xb is None:
-            self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
-    def gather_batch(self):
-        """Bring the training batch of all ranks together for replayed metrics. A collective
-        operation: all ranks call it at the end of each batch"""
-        learn = self.learn
-        read = learn.dl.idxs[self.n_read:]
-        self.n_read = len(learn.dl.idxs)
-        n_items = learn.dl.counts[learn.iter][0]
-        part = on_cpu(self._counted_rows((learn.xb, learn.pred, tuple(learn.yb))))
-        parts = trees_of_ranks(None if not n_items else (read[:n_items], part), {})
-        parts = [o for o in parts if o is not None]
-        trees = [tree for _,tree in parts]
-        whole = join_rows(trees, [[*pos] for pos,_ in parts]) if parts else None
-        # parts that don't fit together, such as texts of other lengths, are taken one by one
-        if whole is not None: trees = [whole]
-        self.batches = [KeptBatch(*o, learn.loss) for o in trees]
-
-    # At the end
-    def reduce(self): # True if the phase had metrics
-        """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
-        also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
-        state of a callback's validation"""
-        used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
-        metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
-        for m in metrics:
-            if not self.is_replayed[id(m)]: merge_state(m)
-        if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
-        return len(metrics) > 0
-    def _replay(self, metrics):
-        "Have the metrics accumulate the batches of all ranks in their order"
-        if not metrics: return
-        for batch in turns_of_ranks([tuple(o) for o in self.kept]):
-            for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
-
-def run_metric(m, learn, batch):
-    "Have the metric `m` accumulate a `KeptBatch`"
-    with with_attrs(learn, **batch._asdict()), group.hidden(): type(m).accumulate(m, learn)
+                if not self.is_replayed[id(m)]: m.reset()
+    elif not self.is_training:
+        # what it has left in these doesn't count: `reduce` adds all batches of this phase
+        for m in self.metrics:
+            if self.is_replayed[id(m)]: m.reset()
+    self._start()
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
-def _copied(attrs):
-    "Return a deep copy of a metric's attributes; of those that can't be copied, the same objects"
-    attrs = {k:v for k,v in attrs.items() if k != 'accumulate'}
-    def copied(v):
-        try: return copy.deepcopy(v)
-        except Exception: return v
-    return {k:copied(v) for k,v in attrs.items()}
-
 class ReduceMetrics(OurCallback):
     """Gives the metrics of all ranks the values of one process, by a `Phase` for each phase; where
     every rank goes over all batches, each has these values by itself. The collectives are in
@@ -305,33 +293,44 @@ class ReduceMetrics(OurCallback):
         if phase is not None: phase.restore()
         return phase
 
-    @contextlib.contextmanager
-    def kept(self):
-        """Context manager for a validation of this rank alone in a batch of a validation: the
-        metrics go on afterwards as they were"""
-        metrics = self.phase.metrics if self.phase else ()
-        before = [_copied(vars(m)) for m in metrics]
-        outer = self.end_phase()
-        try: yield
-        finally:
-            for m,attrs in zip(metrics, before):
-                vars(m).clear()
-                vars(m).update(attrs)
-            self.phase = outer
-            if outer is not None: outer._start()
+# %% ../../nbs/fastai2/708_metrics.ipynb #e9ea3aa3
+def _copied(attrs):
+    "Return a deep copy of a metric's attributes; of those that can't be copied, the same objects"
+    attrs = {k:v for k,v in attrs.items() if k != 'accumulate'}
+    def copied(v):
+        try: return copy.deepcopy(v)
+        except Exception: return v
+    return {k:copied(v) for k,v in attrs.items()}
 
-    @contextlib.contextmanager
-    def nested_validation(self):
-        """Context manager for a callback's own validation or prediction by all ranks, in
-        `as_one.validate`: the metrics belong to its phases; afterwards the outer phase goes on"""
-        outer = self.end_phase()
-        dl = self.dl
-        self.is_global = False
-        try: yield
-        finally:
-            self.end_phase()
-            self.phase = outer
-            if outer is not None:
-                # another loader stays in `learn.dl`, and fastai trains on it, as in one process
-                if original(self.dl) is original(dl): self.learn.dl = dl
-                outer.resume(self.is_global)
+@patch
+@contextlib.contextmanager
+def kept(self:ReduceMetrics):
+    """Context manager for a validation of this rank alone in a batch of a validation: the
+    metrics go on afterwards as they were"""
+    metrics = self.phase.metrics if self.phase else ()
+    before = [_copied(vars(m)) for m in metrics]
+    outer = self.end_phase()
+    try: yield
+    finally:
+        for m,attrs in zip(metrics, before):
+            vars(m).clear()
+            vars(m).update(attrs)
+        self.phase = outer
+        if outer is not None: outer._start()
+
+@patch
+@contextlib.contextmanager
+def nested_validation(self:ReduceMetrics):
+    """Context manager for a callback's own validation or prediction by all ranks, in
+    `as_one.validate`: the metrics belong to its phases; afterwards the outer phase goes on"""
+    outer = self.end_phase()
+    dl = self.dl
+    self.is_global = False
+    try: yield
+    finally:
+        self.end_phase()
+        self.phase = outer
+        if outer is not None:
+            # another loader stays in `learn.dl`, and fastai trains on it, as in one process
+            if original(self.dl) is original(dl): self.learn.dl = dl
+            outer.resume(self.is_global)
