@@ -479,6 +479,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                                  'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks._ReplaceValue.forward': ( 'fastai1/callbacks.html#_replacevalue.forward',
                                                                                                 'fastddp/fastai1/callbacks.py'),
+                                           'fastddp.fastai1.callbacks._in_place': ( 'fastai1/callbacks.html#_in_place',
+                                                                                    'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks._put_back_loaders': ( 'fastai1/callbacks.html#_put_back_loaders',
                                                                                             'fastddp/fastai1/callbacks.py'),
                                            'fastddp.fastai1.callbacks.as_rank': ( 'fastai1/callbacks.html#as_rank',
