@@ -28,16 +28,26 @@ def texts(nbytes):
     return [f'folder/of/some/data/set/number_{i:09d}.jpg' for i in range(nbytes//100)]
 
 
+def zipped(nbytes):
+    "Pairs of a row of 784 numbers and a label"
+    n = nbytes//(784*4+8)
+    return list(zip(torch.ones(n, 784), torch.zeros(n, dtype=torch.long)))
+
+
 KINDS = {   # what the data set holds -> its maker, by bytes
     'tensor': lambda n: torch.ones(n//4),
     'numpy array': lambda n: np.ones(n//4, np.float32),
     'pandas frame': lambda n: pd.DataFrame({k: np.arange(n//32, dtype=np.float64) for k in 'abcd'}),
     'list of strings': texts,
-    'list of paths': lambda n: [Path(o) for o in texts(n//3)]}
+    'list of paths': lambda n: [Path(o) for o in texts(n//3)],
+    'zip of tensors': zipped}
 
 
 def made(make, nbytes):
-    "`(data, bytes that it takes)`; of a list, with all that only its items hold"
+    "`(data, bytes that it takes)`; of a list, with all that only its items hold; of tensors, their numbers"
+    if make is zipped:
+        data = make(nbytes)
+        return data, sum(t.nbytes for pair in data for t in pair)
     if isinstance(make(4000), list):
         tracemalloc.start()
         part = make(1<<20)      # before the rest is there: equal names of folders and files exist only once
@@ -61,7 +71,8 @@ class Items:
 
 def touch(data, times):
     for _ in range(times):
-        if isinstance(data, list): sum(len(o) if isinstance(o, str) else len(o.name) for o in data)
+        if isinstance(data, list) and isinstance(data[0], tuple): sum(float(x[0]) for x, y in data)
+        elif isinstance(data, list): sum(len(o) if isinstance(o, str) else len(o.name) for o in data)
         else: float(np.asarray(data).sum())
 
 
