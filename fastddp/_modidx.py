@@ -318,8 +318,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                            'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster._let_grow': ( 'cluster/cluster.html#_let_grow',
                                                                                 'fastddp/cluster/cluster.py'),
-                                         'fastddp.cluster.cluster._with_items': ( 'cluster/cluster.html#_with_items',
-                                                                                  'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.call_job': ( 'cluster/cluster.html#call_job',
                                                                                'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.cell_job': ( 'cluster/cluster.html#cell_job',

@@ -252,12 +252,16 @@ def second(o): return int(o['y'])
 def named(items): return [dict(x=x, y=y) for x, y in items]
 
 
-def test_export_in_a_block(tmp_path):
-    seed_all()
+def learner_to_export(path, **kwargs):
     dsets = Datasets(named(points(60)), [[first], [second, Categorize(vocab=[0, 1])]],
                      splits=[list(range(40)), list(range(40, 60))])
-    learn = Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Linear(8, 2),
-                    loss_func=CrossEntropyLossFlat(), path=tmp_path)
+    return Learner(dsets.dataloaders(bs=8, num_workers=0, device='cpu'), nn.Linear(8, 2),
+                   loss_func=CrossEntropyLossFlat(), path=path, **kwargs)
+
+
+def test_export_in_a_block(tmp_path):
+    seed_all()
+    learn = learner_to_export(tmp_path)
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)
         learn.export()
@@ -267,6 +271,17 @@ def test_export_in_a_block(tmp_path):
     test = named(points(21, seed=4))
     there = again.distrib_get_preds(nprocs=2, dl=again.dls.test_dl(test, bs=4))
     same(there, learn.get_preds(dl=learn.dls.test_dl(test, bs=4)))
+
+
+class Exports(Callback):
+    "Saves the learner as it is in the fit"
+    def after_epoch(self): self.learn.export('in_the_fit.pkl')
+
+
+def test_export_in_a_fit(tmp_path):
+    learner_to_export(tmp_path, cbs=Exports()).distrib_fit(1, nprocs=2)
+    saved = load_learner(tmp_path/'in_the_fit.pkl')
+    assert not {'load', 'get_preds', '_do_epoch_validate', 'fit'} & set(vars(saved))
 
 
 def test_learner_afterwards():

@@ -142,13 +142,16 @@ def push_job(
 
 def _let_grow(objs):
     "Have tensors and arrays of a dict of received objects own their memory, so that they can grow"
-    own_memory(_with_items(objs))
-
-def _with_items(o):
-    "List `o` and the items of lists, tuples and dicts in it; of long ones none, to save memory"
-    items = [*o.values()] if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else []
-    if len(items) > 1000: return [o]
-    return [o, *(part for item in items for part in _with_items(item))]
+    found = {}      # id -> object: of `objs`, and of the lists, tuples and dicts in it
+    todo = [objs]
+    while todo:
+        o = todo.pop()
+        if id(o) in found: continue
+        found[id(o)] = o
+        items = o.values() if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else ()
+        # items of long lists stay views of one buffer, to save memory
+        if len(items) <= 1000: todo.extend(items)
+    own_memory(found.values())
 
 def pull_job(
     ctx,

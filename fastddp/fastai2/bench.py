@@ -21,6 +21,7 @@ from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
 import fastddp.fastai2.learner
+from .loaders import is_lm, lay_out
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..output.replay import several, suppress_lines
@@ -133,7 +134,9 @@ def distrib_bench(self:Learner,
     for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
         learn = copy_of(self)
         for dl in learn.dls.loaders:
-            if b is not None: dl.bs = b
+            if b is not None:
+                dl.bs = b
+                if is_lm(dl): lay_out(dl)
             if w is not None: dl.fake_l.num_workers = w
         res.append(_measure(learn, n, Pace(steps, seconds)))
     return res

@@ -182,7 +182,7 @@ def _with_all_ranks(name, plain, stop_requested):
         if 'distrib_session' in vars(self) or not group.everyone():
             return plain(self, *args, **kwargs)
         # Ctrl-C is counted; the ranks see that when they meet, and all stop after the same batch
-        with Interrupts().counting(), self.distrib_ctx(stop_requested=stop_requested):
+        with Interrupts().counting(), self._distrib_ctx(stop_requested=stop_requested):
             res = getattr(self, name)(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res

@@ -12,6 +12,7 @@ from functools import partial
 import fastai.callback.schedule
 from fastai.learner import Learner
 from fastcore.basics import patch
+from fastcore.foundation import L
 
 from ..base.checks import check, check_all
 from ..base.errors import CantDistribute
@@ -122,10 +123,15 @@ _fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstat
 
 @patch
 def __getstate__(self:Learner):
-    "Return what fastai pickles, without the options and methods that an open block has added."
-    def is_ours(v): return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
-    return {k:v for k,v in _fastai_getstate(self).items()
-            if k != 'distrib_session' and not is_ours(v)}
+    """Return what fastai pickles, without the options, methods and callbacks that an open block or a
+    fit on a worker has added: a callback may call `learn.export`."""
+    def is_ours(v):
+        while isinstance(v, partial): v = v.func
+        return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
+    state = {k:v for k,v in _fastai_getstate(self).items()
+             if k != 'distrib_session' and not is_ours(v)}
+    if 'cbs' in state: state['cbs'] = L(cb for cb in state['cbs'] if not is_ours(cb))
+    return state
 
 Learner.__getstate__.instead_of = _fastai_getstate
 

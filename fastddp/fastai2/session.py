@@ -268,7 +268,9 @@ class Session(BaseSession):
             check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
     def datasets(self):
         if self.dls_factory: return ()
-        items = [getattr(dl.dataset, 'items', None) for dl in self.learn.dls.loaders]
+        # a loader may be any iterable, such as a list of batches
+        sets = [getattr(dl, 'dataset', None) for dl in self.learn.dls.loaders]
+        items = [getattr(o, 'items', None) for o in sets]
         return [o for o in items if hasattr(o, '__len__')]
     def global_batch(self):
         if self.dls_factory: return None

@@ -537,8 +537,8 @@ def _end_without_backward(self:StepSync):
     if how != LATER: self.passes.average()
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
-_LEAVES_STEPS = ("{} leaves batches before their step. If it counts items to accumulate gradients, "
-                 "it sees those of its worker, 1/{} of each batch: divide its number by that, or "
+_LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate gradients, "
+                 "it sees those of its worker, 1/{0} of each batch: divide its number by {0}, or "
                  "use fastai's GradientAccumulation, which counts the items of all workers.")
 
 @patch
@@ -549,4 +549,4 @@ def _note_left_step(self:StepSync):
     if self.batch.accumulation is not None or self.n_left_steps != 2: return
     who = [type(cb).__name__ for cb in self.learn.cbs
            if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
-    if who: self.losses.print_once(_LEAVES_STEPS.format(', '.join(who), self.n), 'steps')
+    if who: self.losses.print_once(_LEAVES_STEPS.format(self.n, ', '.join(who)), 'steps')

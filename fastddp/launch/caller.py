@@ -119,15 +119,17 @@ class WatchedCall(Monitor):
     def _call(self):
         "Call the function; return its result and its exception, of which one is None"
         result = error = None
-        with self.engine.around:
-            try:
-                self._is_running = True
-                if self.interrupts.count: raise KeyboardInterrupt
-                try: result = self.engine.fn()
-                finally: self._is_running = False
-            except BaseException as e:
-                self._is_running = False    # Ctrl-C may come before `finally` says so
-                error = e
+        try:
+            with self.engine.around:
+                try:
+                    self._is_running = True
+                    if self.interrupts.count: raise KeyboardInterrupt
+                    try: result = self.engine.fn()
+                    finally: self._is_running = False
+                except BaseException as e:
+                    self._is_running = False    # Ctrl-C may come before `finally` says so
+                    error = e
+        except BaseException as e: error = error or e       # of `around` itself
         self._ended_at = monotonic()
         self._end = ('failed', failure_of(error, self.rank)) if error else ('done',)
         os.write(self._wake, b'\0')

@@ -43,7 +43,9 @@ def dump_with_patches(
     obj = dict(patches=patches, **obj, settings=settings)
     obj['definitions'] = obj.pop('definitions')
     try: return dump(obj, **kwargs)
-    except Exception: settings.checks = True
+    except KeyboardInterrupt: raise
+    # checking each variable of own modules takes a second dump of it
+    except BaseException: settings.checks = True
     return dump_or_blame(obj, roots, **kwargs)
 
 # %% ../../nbs/payload/109_sending.ipynb #54d40390

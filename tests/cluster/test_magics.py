@@ -319,6 +319,13 @@ def test_what_was_pushed_stays_what_it_was(group):
     assert '(0.0, 1000000.0)' in group.run('%%dip\nfirst.sum().item(), second.sum().item()')
 
 
+def test_what_contains_itself_is_pushed_and_pulled(group):
+    group.run('ring = [1]\nring.append(ring)\n%dipush ring')
+    assert 'True' in group.run('%%dip\nring[1] is ring')
+    group.run('%dipull ring')
+    assert group.run('ring[1] is ring, len(ring)') == '(True, 2)\n'
+
+
 def test_what_was_pushed_or_pulled_can_grow(group):
     group.run('import torch, numpy as np\nheld, row = [torch.ones(3)], np.ones(3)\n%dipush held row')
     said = group.run('%%dip\nheld[0].resize_(1000).fill_(2)\nrow.resize(50, refcheck=False)\nheld[0].sum(), row.size')
