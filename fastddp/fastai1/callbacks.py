@@ -257,6 +257,7 @@ class SyncModel(Callback):
             state = group.from_rank0(opt.state_dict())
             if group.rank(): opt.load_state_dict(state)
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #a4d18e7b
 class EndFit(Callback):
     """Ends the last training batch and puts back the loaders, before other callbacks load, save or
     validate in their `on_train_end`. After a failure, too"""
