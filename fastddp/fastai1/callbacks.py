@@ -12,7 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from fastai import basic_train
 from fastai.callback import Callback
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.board import group_board
@@ -32,53 +32,6 @@ from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
-# A fit on a rank. v1's own `basic_train.fit` runs inside `distributed_v1`, which replaces functions
-# that it calls, and adds callbacks. All ranks come to the same places in the same order:
-#
-#     *   a meeting (`Ranks.meet`), in which any rank can stop all
-#     c   another collective. Between the `*` before it and this one no callback of the user's runs,
-#         which could stop one rank alone
-#
-#     in v1's `fit`                ours               together with the other ranks
-#
-#     on_train_begin               ShardLoaders           the loaders yield this rank's items
-#     for xb,yb in train_dl
-#       loss_batch (replaced)      TrainingBatches
-#         loss_func (replaced)     GlobalLoss         *c  the predictions, of a gathered loss
-#                                                     *   has the call raised an error on some rank?
-#                                                     *   the loss is that of the global batch
-#         on_backward_begin        Agree              *   skip the backward pass?
-#         loss.backward            TrainingBatches    *c  gradients are averaged, in each pass
-#         on_backward_end          Agree              *   skip the step?
-#         on_step_end              Agree              *   keep the gradients?
-#       on_batch_end               Agree              *   stop the epoch, or the fit? validate?
-#     validate (replaced)          SyncModel          c   all ranks get the same model
-#                                  Validation         *c  see `validation`
-#     on_epoch_end                 SyncModel          c   as above
-#                                  _CountAll          *   only with an `AccumulateScheduler`
-#                                  Agree              *   stop the fit?
-#     on_train_end                 EndFit                 the loaders are put back
-#     after the fit                distributed_v1     *   the last meeting
-#
-# `learn.load` is a meeting, too. If a callback stops one rank alone, by a `KeyboardInterrupt`, that
-# rank comes to the others' next meeting, whichever it is, and stops them there (`Ranks.leave`).
-#
-# Used here (c: a collective, all ranks call it):
-#   Board.meet(numbers)  c  returns a row of numbers for each rank; waits for all ranks
-#   Losses                  the kind of each loss function, the same on all ranks: `is_gathered`, or
-#                           combined by `loss_part`, with the argument `reduction`
-#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together,
-#                           or the call raised an error on some rank: from then on the function
-#                           isn't `is_gathered`
-#   .watched(f, ...)        calls `f`, and notes whether it changes a state of its own
-#   Passes                  replaces `torch.autograd.backward` inside `wrapped()`. From `open` to
-#                           `close` it calls in each pass `begin_pass`, torch's pass, `checksums`,
-#                           and then averages gradients (c)
-#   shard(dl, ...)          a loader that yields this rank's items; `own_loader` returns `dl`. With
-#                           `_shard.other_loop` set, a loop over it yields what that yields, unless
-#                           `_shard.fit_loop_next` is True; the loop sets it to False
-#   SameWeights()        c  its call gives all ranks rank 0's weights; True if some differed
-
 # The `_order` of our callbacks: at each event v1 calls the smallest first. Its own have -20 to 999
 NOTE_PROGRESS = -2_000_000      # `jobs.NoteProgress`
 END_FIT = -1_000_001            # before other callbacks load or validate at the end of the fit
@@ -166,40 +119,46 @@ class GlobalLoss:
         store_attr()
         self.scale = 1.     # Factor on this rank's gradients, known after the call
 
-    def __call__(self, out, *yb):
-        loss,count = self.losses.watched(self.loss_func, True, lambda: self._loss(out, yb))
-        self.losses.check_terms(loss, out, self.named_parameters)
-        part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
-                         to_number=True)
-        # The value: the sum of the ranks' terms makes the loss of the global batch
-        own_term = part.weighted(float(loss.detach().float().mean()))
-        sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.is_stateful_here)
-        weighted,total = sums[:2]
-        self.losses.is_stateful |= sums[2] > 0
-        value = part.global_loss(weighted, total)
-        # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
-        # this rank's items counts, its loss may be NaN: take one with gradients of zeros
-        self.scale = part.scale(total, group.world_size())
-        preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
-        if preds and not part.divisor: loss = sum(preds)*0.
-        return _ReplaceValue.apply(loss, value, self.scale)
+# %% ../../nbs/fastai1/803_callbacks.ipynb #08094563
+@patch
+def _loss(self:GlobalLoss, out, yb):
+    """Return `(loss, count)`: the loss over the items of all ranks, or over this rank's if the
+    function isn't gathered, which it is on all ranks or on none; and the number of this rank's
+    items that count. A collective operation for a loss that `is_gathered`"""
+    count = len(self.positions)
+    if group.world_size() > 1 and self.losses.is_gathered(self.loss_func):
+        batch = LocalBatch(out, yb, count, self.positions)
+        rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
+        nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # zeros come after them
+        loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts,
+                                        self._agree)
+        if loss is not None: return loss,batch.count    # fewer if a callback left items out
+    return self.loss_func(out, *yb),count
 
-    def _loss(self, out, yb):
-        """Return `(loss, count)`: the loss over the items of all ranks, or over this rank's if the
-        function isn't gathered, which it is on all ranks or on none; and the number of this rank's
-        items that count. A collective operation for a loss that `is_gathered`"""
-        count = len(self.positions)
-        if group.world_size() > 1 and self.losses.is_gathered(self.loss_func):
-            batch = LocalBatch(out, yb, count, self.positions)
-            rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-            nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # zeros come after them
-            loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts,
-                                            self._agree)
-            if loss is not None: return loss,batch.count    # fewer if a callback left items out
-        return self.loss_func(out, *yb),count
-    def _agree(self, failed):
-        "Return True if `failed` is True on some rank. A meeting"
-        return self.ranks.all_reduce(failed)[0] > 0
+@patch
+def _agree(self:GlobalLoss, failed):
+    "Return True if `failed` is True on some rank. A meeting"
+    return self.ranks.all_reduce(failed)[0] > 0
+
+# %% ../../nbs/fastai1/803_callbacks.ipynb #30d196c2
+@patch
+def __call__(self:GlobalLoss, out, *yb):
+    loss,count = self.losses.watched(self.loss_func, True, lambda: self._loss(out, yb))
+    self.losses.check_terms(loss, out, self.named_parameters)
+    part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
+                     to_number=True)
+    # The value: the sum of the ranks' terms makes the loss of the global batch
+    own_term = part.weighted(float(loss.detach().float().mean()))
+    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.is_stateful_here)
+    weighted,total = sums[:2]
+    self.losses.is_stateful |= sums[2] > 0
+    value = part.global_loss(weighted, total)
+    # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
+    # this rank's items counts, its loss may be NaN: take one with gradients of zeros
+    self.scale = part.scale(total, group.world_size())
+    preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
+    if preds and not part.divisor: loss = sum(preds)*0.
+    return _ReplaceValue.apply(loss, value, self.scale)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327759
 def trained_beside(learn):
@@ -298,6 +257,7 @@ class SyncModel(Callback):
             state = group.from_rank0(opt.state_dict())
             if group.rank(): opt.load_state_dict(state)
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #a4d18e7b
 class EndFit(Callback):
     """Ends the last training batch and puts back the loaders, before other callbacks load, save or
     validate in their `on_train_end`. After a failure, too"""

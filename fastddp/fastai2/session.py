@@ -30,23 +30,6 @@ from ..output.replay import print_line, several, suppress_lines
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/727_session.ipynb #2e1be252
-# Used here:
-#   UserCall        `running(learn)` yields it, or the call around it that makes this fit.
-#                   `begin_fit()` is False if this fit of the call was complete before.
-#                   `restore(learn, cbs)` puts the state of a fit that was cut off into `learn`, and
-#                   returns the epoch with which it continues; None for another fit. `complete`
-#                   and `cut_off` make the resume point
-#   snapshot        -> `Payload` of the learner for `fit_job`; raises `NotPicklable`
-#   apply           puts what rank 0 has put last into the learner, in place
-#   Outcome out     `out.results`: the dict of each rank's `Progress.result`. `out.epoch`: the state
-#                   of the last complete epoch, or None. `out.cut`: True if rank 0 has stopped in
-#                   an epoch. An error of the launcher has `epoch` and `cut`, too
-#   why_one_process -> None: predict on workers; else a text that says why here, perhaps ''
-#
-# Everything here runs in the notebook's process; what runs on its workers is in `jobs`. `in_place`
-# takes `fit_args`, `enough_epochs` and `reports` from here, for ranks without a notebook. Below:
-# the arguments of a fit, `FitCall`, reports, `Session`.
-
 # The parameters of fastai's `Learner.fit`, in order
 _FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
 
@@ -69,6 +52,7 @@ def fit_args(learn, args, kwargs):
     cbs = [cb() if isinstance(cb, type) else cb for cb in L(res.pop('cbs', None))]
     return cbs,res
 
+# %% ../../nbs/fastai2/727_session.ipynb #94bba839
 def enough_epochs(
     asked, # Arguments of a fit by name
     cbs, # Its callbacks
@@ -84,32 +68,7 @@ def enough_epochs(
 # %% ../../nbs/fastai2/727_session.ipynb #e91b2a98
 class FitCall(Call):
     """A fit on the workers: the notebook's side of `fit_job`. `Session._fit` makes one for all
-    tries of the fit. Here are `resumable`, and what the base classes call:
-
-        resumable                     around all tries
-            Session.train
-                Call.run              one try
-                    snapshot          what the workers get: the learner as it is now
-                    on_event          while the job runs, perhaps in another thread
-                    on_success        if all ranks returned, also after an interrupt; or else
-                    on_failure        if not all did
-                        apply         called by both, to put rank 0's state into the learner. After
-                                      a failure this is the last complete epoch, if there is one,
-                                      so the next try begins there
-                retry_text            before the next try
-                describe_learner      after a failure or an interrupt, for the user
-
-    The base class sets `has_result` when the learner holds a state of the workers, and makes no
-    other try if it was `stopped_in_epoch`. The end of the fit makes the resume point:
-
-        the fit                   continues from                        made in
-        is complete               (the next fit of the user's call)     on_success
-        was stopped in an epoch   the end of the last complete epoch    on_success, or on_failure
-                                                                        if a rank didn't stop
-        failed, or was stopped    what the learner holds                resumable
-        before the job
-
-    An `lr_find`, for which `counts_steps` is True, makes none, and leaves that of an earlier fit"""
+    tries of the fit, inside `resumable`"""
     has_resume_point = False        # True once this fit has made it
     def __init__(self, session,
         cbs, # Callbacks that this fit was given
@@ -123,80 +82,101 @@ class FitCall(Call):
         what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
         super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
         store_attr('cbs,asked,user_call,first_epoch')
-
-    # A try
     def snapshot(self):
         session = self.session
-        learn = self.learn
-        asked = self.asked
-        sizes = session.global_batch()
-        if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
-        resumed = None if self.first_epoch is None else dict(
-            first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
-        call = dict(options=session.options, fit_args=asked, resumed=resumed,
-                    keeps_epochs=session.keeps_epochs,
-                    wandb_run=notebook_run(all_cbs(learn, self.cbs)))
-        return snapshot(learn, self.cbs, call, session.model_factory, session.dls_factory,
-                        columns=session.columns, definitions=self.definitions)
+        return snapshot(self.learn, self.cbs, self._for_ranks(), session.model_factory,
+                        session.dls_factory, columns=session.columns,
+                        definitions=self.definitions)
     def apply(self, meta, buffers):
         apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
         # wrong after a stop in an epoch, when nothing reads it; a fit of no epochs has no `epoch`
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
-    def home(self): return getattr(self.learn.dls, 'device', None)     # `TrainEvalCallback`
-    @property
-    def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
-    def describe_learner(self):
-        "Return what the learner holds, as the end of a sentence that begins with 'learn'"
-        if self.stopped_in_epoch:
-            return ("holds the last finished batch; learn.distrib_resume() begins with the first "
-                    f"batch of epoch {self.learn.epoch}.")
-        if not self.first_epoch: return "is unchanged."
-        return (f"holds the end of epoch {self.first_epoch-1}. learn.distrib_resume() goes on with "
-                f"epoch {self.first_epoch}.")
-    def on_event(self, rank, event):
-        if not isinstance(event, EpochEnd): return
-        for f in self.session.on_epoch: f(self, event)
 
-    # The end of a try, and its resume point. This is made before the base class calls `apply`,
-    # which may put the middle of an epoch into the learner: until then the learner holds the
-    # beginning of the try
-    def on_success(self, out):
-        if self.counts_steps:
-            # an `lr_find` that was interrupted leaves the learner unchanged
-            if out.interrupted or out.cut: return
-        # with the variables of cells that were sent
-        elif out.cut: self.save(out.epoch, self.definitions)
-        else:
-            self.user_call.complete(self.learn)
-            self.has_resume_point = True
-        super().on_success(out)
-    def on_failure(self, e, is_last):
-        # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
-        if e.cut: self.save(e.epoch, self.definitions)
-        super().on_failure(e, is_last)
-    def save(self,
-        epoch=None, # The last complete one, an `EpochEnd`; None: what the learner holds now
-        definitions=() # Functions and classes of cells whose variables belong to the state
-    ):
-        "Make the resume point."
-        if self.counts_steps: return
-        self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
+# %% ../../nbs/fastai2/727_session.ipynb #b3aaa835
+@patch
+def _for_ranks(self:FitCall):
+    "Return the `call` of a snapshot, see `fit_job`"
+    session = self.session
+    learn = self.learn
+    asked = self.asked
+    sizes = session.global_batch()
+    if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
+    resumed = None if self.first_epoch is None else dict(
+        first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
+    return dict(options=session.options, fit_args=asked, resumed=resumed,
+                keeps_epochs=session.keeps_epochs,
+                wandb_run=notebook_run(all_cbs(learn, self.cbs)))
+
+# %% ../../nbs/fastai2/727_session.ipynb #d33616bf
+@patch
+def on_event(self:FitCall, rank, event):
+    if not isinstance(event, EpochEnd): return
+    for f in self.session.on_epoch: f(self, event)
+
+@patch
+def home(self:FitCall): return getattr(self.learn.dls, 'device', None)     # `TrainEvalCallback`
+
+# %% ../../nbs/fastai2/727_session.ipynb #abe5a3f6
+@patch(as_prop=True)
+def retry_text(self:FitCall): return f"Going on with epoch {self.first_epoch or 0}"
+
+@patch
+def describe_learner(self:FitCall):
+    "Return what the learner holds, as the end of a sentence that begins with 'learn'"
+    if self.stopped_in_epoch:
+        return ("holds the last finished batch; learn.distrib_resume() begins with the first "
+                f"batch of epoch {self.learn.epoch}.")
+    if not self.first_epoch: return "is unchanged."
+    return (f"holds the end of epoch {self.first_epoch-1}. learn.distrib_resume() goes on with "
+            f"epoch {self.first_epoch}.")
+
+# %% ../../nbs/fastai2/727_session.ipynb #55fddd17
+@patch
+def save(self:FitCall,
+    epoch=None, # The last complete one, an `EpochEnd`; None: what the learner holds now
+    definitions=() # Functions and classes of cells whose variables belong to the state
+):
+    "Make the resume point."
+    if self.counts_steps: return
+    self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
+    self.has_resume_point = True
+
+# %% ../../nbs/fastai2/727_session.ipynb #c934ee11
+@patch
+def on_success(self:FitCall, out):
+    if self.counts_steps:
+        # an `lr_find` that was interrupted leaves the learner unchanged
+        if out.interrupted or out.cut: return
+    # with the variables of cells that were sent
+    elif out.cut: self.save(out.epoch, self.definitions)
+    else:
+        self.user_call.complete(self.learn)
         self.has_resume_point = True
-    @contextlib.contextmanager
-    def resumable(self):
-        """Context manager for all tries of the fit. If it fails or is stopped, make the resume
-        point unless there is one; put the old optimizer back if the learner is unchanged. A fit
-        that was refused makes none."""
-        learn = self.learn
-        old_opt = learn.opt
-        try: yield
-        except BaseException as e:
-            with Interrupts().counting():       # a second Ctrl-C can't cut this
-                has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
-                # variables of cells go on as they are in the notebook
-                if has_run and not self.has_resume_point: self.save()
-                if not self.has_result: learn.opt = old_opt
-            raise
+    Call.on_success(self, out)
+
+@patch
+def on_failure(self:FitCall, e, is_last):
+    # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
+    if e.cut: self.save(e.epoch, self.definitions)
+    Call.on_failure(self, e, is_last)
+
+# %% ../../nbs/fastai2/727_session.ipynb #02b3c181
+@patch
+@contextlib.contextmanager
+def resumable(self:FitCall):
+    """Context manager for all tries of the fit. If it fails or is stopped, make the resume
+    point unless there is one; put the old optimizer back if the learner is unchanged. A fit
+    that was refused makes none."""
+    learn = self.learn
+    old_opt = learn.opt
+    try: yield
+    except BaseException as e:
+        with Interrupts().counting():       # a second Ctrl-C can't cut this
+            has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
+            # variables of cells go on as they are in the notebook
+            if has_run and not self.has_resume_point: self.save()
+            if not self.has_result: learn.opt = old_opt
+        raise
 
 # %% ../../nbs/fastai2/727_session.ipynb #1f0a2b77
 # learner -> the `Report`s of its last block, in order
@@ -214,29 +194,9 @@ def distrib_reports(self:Learner):
     return [*reports.get(self, ())]
 
 # %% ../../nbs/fastai2/727_session.ipynb #b1593198
-_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
-                   lambda cbs: all(isinstance(o, Callback) for o in cbs))
-
 class Session(BaseSession):
     """A `distrib_ctx` block of a fastai 2 learner. For the time of the block, its `fit` overrides
-    `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`. A fit:
-
-        fit                   finds the user's call that makes the fit, and the arguments
-        _fit                  refuses wrong arguments, then
-            begin_fit         counts the fit; if it was complete before, it ends here
-            restore           the state of a fit that was cut off is put into the learner
-            check             refuses a learner that can't train on workers
-            train             of the base class, inside `FitCall.resumable`. It calls:
-                quiet         first
-                datasets      if the workers are on other machines
-                FitCall.run   for each try, which calls `global_batch` for the snapshot
-                global_batch  for the line that says what runs, when the snapshot is made
-                note          a line after that one
-                check         before another try, if fewer workers are left
-            keep              the report, also if the fit failed
-
-    The base class has `learn`, `launcher`, `options` (of the ranks), `columns` (for snapshots), and
-    `n` and `gpus` of the workers, which may change between two tries"""
+    `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
         keeps_epochs, # True: rank 0 sends its state at the end of each epoch, for a failure
@@ -247,77 +207,101 @@ class Session(BaseSession):
         store_attr('model_factory,dls_factory,keeps_epochs,asked_for')
         self.reports = []       # the `Report` of each call
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
-    # What the base class calls
-    def quiet(self): return wants_no_lines(self.learn)
-    def note(self):
-        validating = self.learn.dls.loaders[1:]
-        if self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in validating):
-            return ("The model keeps state from batch to batch: each worker validates all of it, "
-                    "no faster.")
     def check(self):
-        learn = self.learn
-        if not self.model_factory: refuse_untrainable(learn.model)
+        "Refuse a learner that can't train on workers"
+        if not self.model_factory: refuse_untrainable(self.learn.model)
         if self.dls_factory: return
-        batch = self.options['batch']
-        if batch == 'per_worker' and self.n > 1 and rows_are_streams(learn.dls.train, learn.model):
-            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
-                          f"and batches of {self.n} workers hold {self.n} of the loader's, one "
-                          "below the other, so they break its streams. batch='global' keeps "
-                          "them: each worker has its rows of each batch.")
-        for i,dl in enumerate(learn.dls.loaders):
-            check_dl(dl, self.n, batch, name_of_loader(i), train=i==0)
-    def datasets(self):
-        if self.dls_factory: return ()
-        # a loader may be any iterable, such as a list of batches
-        sets = [getattr(dl, 'dataset', None) for dl in self.learn.dls.loaders]
-        items = [getattr(o, 'items', None) for o in sets]
-        return [o for o in items if hasattr(o, '__len__')]
-    def global_batch(self):
-        if self.dls_factory: return None
-        return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
+        self._warn_of_streams()
+        for i,dl in enumerate(self.learn.dls.loaders):
+            check_dl(dl, self.n, self.options['batch'], name_of_loader(i), train=i==0)
 
-    # A fit
-    def fit(self, *args, **kwargs):
-        "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
-        # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
-        with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
-            self._fit(user_call, *fit_args(self.learn, args, kwargs))
-    def _fit(self, user_call, cbs, asked):
-        learn = self.learn
-        check('cbs', cbs, _CALLBACKS)
-        n_epoch = asked.get('n_epoch')
-        if type(learn).fit is Learner.fit:
-            check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
-        # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
-        # state may unfreeze layers, so the learner is checked after it
-        if not user_call.begin_fit(): return
-        first_epoch = user_call.restore(learn, cbs)
-        if first_epoch and first_epoch == n_epoch:
-            with suppress_lines(self.quiet()):
-                print_line(f"This fit is complete ({several(n_epoch, 'epoch')}): nothing is left "
-                           "to train.")
-        self.check()
-        resets_opt = asked.pop('reset_opt', False) and not first_epoch
-        call = FitCall(self, cbs, asked, user_call, first_epoch)
-        with call.resumable():
-            if resets_opt or not learn.opt: learn.create_opt()
-            check_ddp(self.options, learn.opt)
-            try: self.train(call)
-            finally: self.keep(call.report)
-    def keep(self, report):
-        "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
-        if not report.phase_ends: return        # there was not even a snapshot
-        self.reports.append(report)
-        reports[self.learn] = self.reports
+# %% ../../nbs/fastai2/727_session.ipynb #6515c548
+@patch
+def _warn_of_streams(self:Session):
+    "Warn if the batches of all workers break the streams of a model that keeps state"
+    learn = self.learn
+    batch = self.options['batch']
+    if batch == 'per_worker' and self.n > 1 and rows_are_streams(learn.dls.train, learn.model):
+        warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
+                      f"and batches of {self.n} workers hold {self.n} of the loader's, one "
+                      "below the other, so they break its streams. batch='global' keeps "
+                      "them: each worker has its rows of each batch.")
 
-    # A validation or prediction
-    def validate(self, ds_idx=1, dl=None):
-        "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
-        learn = self.learn
-        dl = learn.dls[ds_idx] if dl is None else dl
-        # None: on workers; '' or a text that says why: in this process
-        why_here = why_one_process(learn, dl, self.n)
-        if why_here is None: return InferCall(self, dl).validate()
-        with suppress_lines(why_here == '' or self.quiet()):
-            print_line(f"Running in this process, not on workers: {why_here}")
-        type(learn)._do_epoch_validate(learn, dl=dl)
+@patch
+def note(self:Session):
+    validating = self.learn.dls.loaders[1:]
+    if self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in validating):
+        return ("The model keeps state from batch to batch: each worker validates all of it, "
+                "no faster.")
+
+# %% ../../nbs/fastai2/727_session.ipynb #2c15bf6e
+@patch
+def quiet(self:Session): return wants_no_lines(self.learn)
+
+@patch
+def datasets(self:Session):
+    if self.dls_factory: return ()
+    # a loader may be any iterable, such as a list of batches
+    sets = [getattr(dl, 'dataset', None) for dl in self.learn.dls.loaders]
+    items = [getattr(o, 'items', None) for o in sets]
+    return [o for o in items if hasattr(o, '__len__')]
+
+@patch
+def global_batch(self:Session):
+    if self.dls_factory: return None
+    return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
+
+# %% ../../nbs/fastai2/727_session.ipynb #79ad18fc
+_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
+                   lambda cbs: all(isinstance(o, Callback) for o in cbs))
+
+@patch
+def fit(self:Session, *args, **kwargs):
+    "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
+    # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
+    with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
+        self._fit(user_call, *fit_args(self.learn, args, kwargs))
+
+@patch
+def _fit(self:Session, user_call, cbs, asked):
+    learn = self.learn
+    check('cbs', cbs, _CALLBACKS)
+    n_epoch = asked.get('n_epoch')
+    if type(learn).fit is Learner.fit:
+        check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
+    # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
+    # state may unfreeze layers, so the learner is checked after it
+    if not user_call.begin_fit(): return
+    first_epoch = user_call.restore(learn, cbs)
+    if first_epoch and first_epoch == n_epoch:
+        with suppress_lines(self.quiet()):
+            print_line(f"This fit is complete ({several(n_epoch, 'epoch')}): nothing is left "
+                       "to train.")
+    self.check()
+    resets_opt = asked.pop('reset_opt', False) and not first_epoch
+    call = FitCall(self, cbs, asked, user_call, first_epoch)
+    with call.resumable():
+        if resets_opt or not learn.opt: learn.create_opt()
+        check_ddp(self.options, learn.opt)
+        try: self.train(call)
+        finally: self.keep(call.report)
+
+@patch
+def keep(self:Session, report):
+    "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
+    if not report.phase_ends: return        # there was not even a snapshot
+    self.reports.append(report)
+    reports[self.learn] = self.reports
+
+# %% ../../nbs/fastai2/727_session.ipynb #6deca854
+@patch
+def validate(self:Session, ds_idx=1, dl=None):
+    "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
+    learn = self.learn
+    dl = learn.dls[ds_idx] if dl is None else dl
+    # None: on workers; '' or a text that says why: in this process
+    why_here = why_one_process(learn, dl, self.n)
+    if why_here is None: return InferCall(self, dl).validate()
+    with suppress_lines(why_here == '' or self.quiet()):
+        print_line(f"Running in this process, not on workers: {why_here}")
+    type(learn)._do_epoch_validate(learn, dl=dl)

@@ -211,7 +211,6 @@ def copy_of(learn):
     return res
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-# What a job has changed
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`: `capture` sends what changed. None: it sends all
              made=False, # True if a factory has made model or loaders in this worker
@@ -223,28 +222,20 @@ def baseline(learn, cbs,
     if made: groups |= dict(data=[], model=[], loss=[])
     return ChangeTracker(groups, PARTS.is_kept, None if refs is None else [*refs, *definitions])
 
+# %% ../../nbs/fastai2/721_snapshot.ipynb #3ebd4d3c
 def capture(
     learn, cbs, # As they are now
     base, # Their `baseline`
     rng, # The state of the random streams that all ranks have in common
     refs, # `persistent_refs` before the job
-    weights=True, grads=None, ended=False # See below
+    weights=True, # Also weights, optimizer, attributes of model and loaders, the list of callbacks
+    grads=None, # None if no fit has ended; True: also accumulated gradients
+    # False if the learner may have got another state of this call before: then small values are
+    # sent even if they are as at the start
+    ended=False
 ):
     """Return all that the job has changed, as a `Payload` for `apply`. `state` is copied into the
-    notebook's tensors; `rest` is pickled apart, since loading it may fail. Called at the end of
-
-                                            weights   grads                              ended
-        an epoch                 on rank 0  True      None                               False
-        a fit                    on rank 0  True      True if it left accumulated ones   True
-        a validation             on rank 0  False     None                               True
-        a background fit         `Twin`     True      True                               False
-        a background validation  `Twin`     False     None                               False
-        a fit that was cut off   `UserCall` True      None                               False
-
-    `weights`: also weights, optimizer, attributes of model and loaders, and the list of callbacks.
-    `grads`: None if no fit has ended; True: also accumulated gradients. `ended`: False if the
-    learner may have got another state of this call before. Then small values are sent even if they
-    are as at the start."""
+    notebook's tensors; `rest` is pickled apart, since loading it may fail"""
     # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     groups = base.groups

@@ -9,7 +9,7 @@ __all__ = []
 import threading, warnings
 from contextlib import contextmanager
 
-from fastcore.basics import noop, store_attr
+from fastcore.basics import noop, patch, store_attr
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -27,29 +27,14 @@ from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
-# %% ../../nbs/launch/511_session.ipynb #3840029d
-# All of this runs in the notebook's process. In order: the learner's memory on GPUs;
-# `distrib_block`; `Call`; `Session`. Subclasses of the last two are in `fastai2.session`,
-# `fastai2.jobs` and `fastai1.session`; their docstrings say what of these base classes they use.
-#
-# Used here:
-#   engine_for(options, defaults)   context manager: `(open launcher, n, gpus)`, or None: no workers
-#   Launcher.run(job, n, on_event)  waits for the job: returns an `Outcome`, or raises. Once the job
-#                                   was submitted, the exception has `state`, `epoch` and `cut`
-#   Launcher.place_after_failure    `(n, gpus)` of the next try, or raises `CantDistribute`
-#   Report                          `end_phase` notes that a phase ends now; `add_results` gets what
-#                                   the ranks measured
-#   Definitions                     a list that `dump` fills: functions and classes of cells it sent
-#   uninterrupted_exit              an `ExitStack` that is closed as a whole, with Ctrl-C delayed
-
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
-# The notebook's learner on a GPU
 def on_gpus(learn):
     "Return weights, buffers and gradients that lie on GPUs"
     grads = [p.grad for p in learn.model.parameters() if p.grad is not None]
     tensors = *model_tensors(learn.model).values(),*grads
     return [t for t in tensors if is_accelerator(t.device)]
 
+# %% ../../nbs/launch/511_session.ipynb #1a6ccc5f
 @contextmanager
 def offloaded(learn,
     home=None # The device of the learner's batches, if a fit moves the model there; else None
@@ -86,7 +71,6 @@ def offloaded(learn,
                           "Free memory there: the next fit moves it back.")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
-# A block
 @contextmanager
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
@@ -99,9 +83,7 @@ def distrib_block(
     is_quiet # True if no lines of ours are wanted
 ):
     """Context manager in which the calls of `learn` run where `options` say: inside another block
-    there, in a process group that a launcher made, on workers, or in this process. For workers it
-    opens a launcher, reserves GPUs, and overrides methods of `learn`; at the end it undoes that in
-    reverse, also after a refusal on the way"""
+    there, in a process group that a launcher made, on workers, or in this process"""
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
         refuse_changes(outer, options, defaults)
@@ -127,26 +109,14 @@ def distrib_block(
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
     """One call of a learner on the workers. `Session` makes it in the notebook; it lasts for all
-    tries, each of which is a `run`:
-
-        snapshot        the learner as a `Payload`; a subclass defines it
-        before_run
-        launcher.run    the job on the workers; meanwhile `on_event`
-        on_success      `apply` puts the state of rank 0 into the learner; a subclass defines it
-        on_failure      instead: `apply`, if `apply_failed` says so
-
-    `apply_failed` says which failed tries are applied, with the state that rank 0 put last, such as
-    that of the last complete epoch:
-
-        'nothing'       none: a validation or prediction
-        'last'          that after which no other one follows: a fit of fastai v1, which begins anew
-        'all'           each of them: a fit of fastai 2, whose next try goes on from there"""
+    tries, each of which is a `run`. A subclass defines `snapshot()`, which returns the learner as a
+    `Payload`, and `apply(meta, buffers)`, which puts a state of rank 0 into the learner"""
     retry_text = "The fit begins anew"    # what the next try does, as users read it
     def __init__(self,
         session, # The `Session` of the block
         job, # The function that runs on each rank
         what='', # What was called, for the report
-        apply_failed='nothing', # See above
+        apply_failed='nothing', # 'nothing', 'last' or 'all', see `on_failure`
         counts_steps=False # True for `lr_find`, which is told in iterations instead of epochs
     ):
         store_attr('session,job,apply_failed,counts_steps')
@@ -157,78 +127,102 @@ class Call:
         self.has_result = False         # the learner holds a state that came from the workers
         # rank 0's last state is from the middle of an epoch: no other try follows
         self.stopped_in_epoch = False
-    def describe_learner(self):
-        "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
-        if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
-        if self.stopped_in_epoch: return "holds the last finished batch."
-        return "holds the end of its last complete epoch."
-    def run(self, is_last=True):
-        "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
-        job = Job.of(self.job, self.snapshot())
-        self.report.sent_bytes = job.payload.nbytes
-        self.report.end_phase('snapshot')
-        self.before_run()
-        with delay_interrupts(), offloaded(self.learn, self.home()):
-            try: out = self.session.launcher.run(job, self.session.n, self.on_event)
-            # any exception: showing output may also fail in the notebook
-            except BaseException as e:
-                # it has a state, if only None, once the job was submitted
-                if hasattr(e, 'state'):
-                    can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
-                    self.on_failure(e, is_last=not can_retry)
-                self.report.end_phase('failed')
-                raise
-            self.on_success(out)
-        self.report.end_phase('back')
-        return out
     def home(self):
         "Return the device to which this call moves a model on the CPU, as in one process, or None"
     def on_event(self, rank, event):
         "Handle an event that a rank emitted, or an `EpochEnd`"
-    def on_failure(self, e, is_last):
-        "Apply the state of a failed try as `apply_failed` says, and set `e.kept`"
-        # states map shared memory, and an exception may live long
-        state = e.state
-        e.state = e.epoch = None
-        self.stopped_in_epoch = e.cut
-        applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
-        if state and applies:
-            self.apply(*state)
-            self.has_result = True
-        e.kept = self.describe_learner()
-        if isinstance(e, RankRaised):
-            e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
-    def on_success(self, out):
-        "Apply the state of an `Outcome`, also of one that was interrupted"
-        self.stopped_in_epoch = out.cut
-        meta,buffers = out.state
-        self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
-        self.apply(meta, buffers)
+
+# %% ../../nbs/launch/511_session.ipynb #eeb25d89
+@patch
+def run(self:Call, is_last=True):
+    "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
+    job = Job.of(self.job, self.snapshot())
+    self.report.sent_bytes = job.payload.nbytes
+    self.report.end_phase('snapshot')
+    self.before_run()
+    with delay_interrupts(), offloaded(self.learn, self.home()):
+        try: out = self.session.launcher.run(job, self.session.n, self.on_event)
+        # any exception: showing output may also fail in the notebook
+        except BaseException as e:
+            # it has a state, if only None, once the job was submitted
+            if hasattr(e, 'state'):
+                can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
+                self.on_failure(e, is_last=not can_retry)
+            self.report.end_phase('failed')
+            raise
+        self.on_success(out)
+    self.report.end_phase('back')
+    return out
+
+# %% ../../nbs/launch/511_session.ipynb #c56eb49b
+@patch
+def on_success(self:Call, out):
+    "Apply the state of an `Outcome`, also of one that was interrupted"
+    self.stopped_in_epoch = out.cut
+    meta,buffers = out.state
+    self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+    self.apply(meta, buffers)
+    self.has_result = True
+    self.report.phase_ends += out.phase_ends
+    self.report.add_imports(out.imports)
+
+# %% ../../nbs/launch/511_session.ipynb #e4c7642c
+@patch
+def on_failure(self:Call, e, is_last):
+    """Apply the state of a failed try if `apply_failed` is 'all', or if it is 'last' and no other
+    try follows; set `e.kept`"""
+    # states map shared memory, and an exception may live long
+    state = e.state
+    e.state = e.epoch = None
+    self.stopped_in_epoch = e.cut
+    applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
+    if state and applies:
+        self.apply(*state)
         self.has_result = True
-        self.report.phase_ends += out.phase_ends
-        self.report.add_imports(out.imports)
-    def interrupt_error(self, result):
-        """Return a KeyboardInterrupt with `where` the call was stopped, and what the learner holds
-        as `kept`; `result` is rank 0's"""
-        e = KeyboardInterrupt()
-        e.where = result['where']
-        if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
-        e.kept = self.describe_learner()
-        return e
+    e.kept = self.describe_learner()
+    if isinstance(e, RankRaised):
+        e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
+
+@patch
+def describe_learner(self:Call):
+    "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
+    if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
+    if self.stopped_in_epoch: return "holds the last finished batch."
+    return "holds the end of its last complete epoch."
+
+# %% ../../nbs/launch/511_session.ipynb #ead1ed7d
+@patch
+def interrupt_error(self:Call, result):
+    """Return a KeyboardInterrupt with `where` the call was stopped, and what the learner holds
+    as `kept`; `result` is rank 0's"""
+    e = KeyboardInterrupt()
+    e.where = result['where']
+    if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
+    e.kept = self.describe_learner()
+    return e
+
+# %% ../../nbs/launch/511_session.ipynb #faeeef29
+def refuse_untrainable(model):
+    """Raise `CantDistribute` for a model without trainable parameters, or with layers that get
+    their size from the first batch"""
+    lazy = [k for k,p in model.named_parameters() if isinstance(p, UninitializedParameter)]
+    if lazy:
+        raise CantDistribute(f"The parameter {lazy[0]} has no size before the model's first batch "
+                             "(a layer such as LazyLinear), and the ranks must have the same "
+                             "weights. Pass a batch through the model first: "
+                             "learn.model(learn.dls.one_batch()[0]).")
+    if any(p.requires_grad for p in model.parameters()): return
+    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check "
+                         "its requires_grad.")
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
 class Session:
     """A `distrib_ctx` block on workers: runs the calls of its learner. Lives in the notebook, as
-    long as the block. A fit:
-
-        train                   lines before and after it (`showing_lines`)
-            run_with_restarts   tries it again after a failure
-                Call.run        snapshot, `print_banner`, job, result
-            print_summary
+    long as the block.
 
     Subclasses define `check()`, which raises `CantDistribute` for a learner that can't train on
     workers, and `global_batch()`, which returns `(items per step of all workers, steps per epoch or
-    None)`, or None if they are not known. They may override `datasets`, `quiet` and `note`."""
+    None)`, or None if they are not known. They may override `datasets`, `quiet` and `note`"""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
@@ -245,83 +239,87 @@ class Session:
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
     def note(self): return None         # a further line about the fit, or None
-    @contextmanager
-    def showing_lines(self, call):
-        """Context around `call` that hides our lines if the learner wants none, and tells where an
-        interrupt stopped it; raises `CantDistribute` in another thread than that of the session"""
-        if threading.current_thread() is not self.thread:
-            raise CantDistribute(f"{self.thread.name} has this learner on workers (a distrib_ctx "
-                                 "block or a learn.distrib_* call), and no other thread's call can "
-                                 "run beside it. Wait until it ends.")
-        with suppress_lines(self.quiet()):
-            try: yield
-            except KeyboardInterrupt as e:
-                end_line()
-                where = getattr(e, 'where', '')
-                kept = getattr(e, 'kept', None) or call.describe_learner()
-                print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
-                shorten_traceback(e)
-                raise
-    def train(self, call):
-        "Run the fit `call`, with lines before and after it"
-        refuse_busy(self.learn)
-        with self.showing_lines(call):
-            if not self.launcher.workers_are_local: self.launcher.check_items(self.datasets())
-            call.before_run = self.print_banner
-            out = self.run_with_restarts(call)
-            call.report.add_results(out.results)
-            rank0 = out.results[0]
-            if out.interrupted or any(r['interrupted'] for r in out.results):
-                raise call.interrupt_error(rank0)
-            has_trained = rank0['first_batch_at'] is not None and rank0['seconds']
-            if has_trained: self.print_summary(call, rank0)
-    def print_summary(self, call, result):
-        "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
-        start = start_text(call.report, result['first_batch_at'])
-        print_line(summary_line(result, self.n, call.counts_steps, call.report.began, start))
-        advice = advice_line(call.report)
-        if advice: print_line(advice)
-    def run_with_restarts(self, call):
-        "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
-        for left in reversed(range(self.restarts)):
-            try: return call.run(is_last=False)
-            except WorkerError as e:
-                # the user has interrupted it, then a rank failed
-                if call.stopped_in_epoch: raise
-                self.place_after_failure(e)
-                headline = ' '.join(e._headline().split())
-                print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "
-                           f"({several(left, 'restart')} left).")
-        return call.run()
-    def place_after_failure(self, e):
-        "Take fewer workers if the failure `e` cost a machine; raises `e` if the rest can't go on"
-        try:
-            self.n,self.gpus = self.launcher.place_after_failure(self.n, self.gpus)
-            self.check()
-        except CantDistribute as why:
-            print_line(f"No restart: {why}")
-            raise e from None
-    def print_banner(self):
-        "Print the line that says what runs, if it has changed, and notes about the model"
-        sizes = self.global_batch()
-        if sizes is None: return
-        line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
-        if line != self.last_banner: print_line(line)
-        self.last_banner = line
-        syncs_on_cpu = self.options['sync_bn'] and not self.gpus
-        of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
-        for note in (of_bn, self.note()):
-            if note: print_once(note)
 
-def refuse_untrainable(model):
-    """Raise `CantDistribute` for a model without trainable parameters, or with layers that get
-    their size from the first batch"""
-    lazy = [k for k,p in model.named_parameters() if isinstance(p, UninitializedParameter)]
-    if lazy:
-        raise CantDistribute(f"The parameter {lazy[0]} has no size before the model's first batch "
-                             "(a layer such as LazyLinear), and the ranks must have the same "
-                             "weights. Pass a batch through the model first: "
-                             "learn.model(learn.dls.one_batch()[0]).")
-    if any(p.requires_grad for p in model.parameters()): return
-    raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check "
-                         "its requires_grad.")
+# %% ../../nbs/launch/511_session.ipynb #8c50222e
+@patch
+def train(self:Session, call):
+    "Run the fit `call`, with lines before and after it"
+    refuse_busy(self.learn)
+    with self.showing_lines(call):
+        if not self.launcher.workers_are_local: self.launcher.check_items(self.datasets())
+        call.before_run = self.print_banner
+        out = self.run_with_restarts(call)
+        call.report.add_results(out.results)
+        rank0 = out.results[0]
+        if out.interrupted or any(r['interrupted'] for r in out.results):
+            raise call.interrupt_error(rank0)
+        has_trained = rank0['first_batch_at'] is not None and rank0['seconds']
+        if has_trained: self.print_summary(call, rank0)
+
+# %% ../../nbs/launch/511_session.ipynb #dc5576f8
+@patch
+@contextmanager
+def showing_lines(self:Session, call):
+    """Context around `call` that hides our lines if the learner wants none, and tells where an
+    interrupt stopped it; raises `CantDistribute` in another thread than that of the session"""
+    if threading.current_thread() is not self.thread:
+        raise CantDistribute(f"{self.thread.name} has this learner on workers (a distrib_ctx "
+                             "block or a learn.distrib_* call), and no other thread's call can "
+                             "run beside it. Wait until it ends.")
+    with suppress_lines(self.quiet()):
+        try: yield
+        except KeyboardInterrupt as e:
+            end_line()
+            where = getattr(e, 'where', '')
+            kept = getattr(e, 'kept', None) or call.describe_learner()
+            print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
+            shorten_traceback(e)
+            raise
+
+# %% ../../nbs/launch/511_session.ipynb #125bd284
+@patch
+def run_with_restarts(self:Session, call):
+    "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
+    for left in reversed(range(self.restarts)):
+        try: return call.run(is_last=False)
+        except WorkerError as e:
+            # the user has interrupted it, then a rank failed
+            if call.stopped_in_epoch: raise
+            self.place_after_failure(e)
+            headline = ' '.join(e._headline().split())
+            print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "
+                       f"({several(left, 'restart')} left).")
+    return call.run()
+
+@patch
+def place_after_failure(self:Session, e):
+    "Take fewer workers if the failure `e` cost a machine; raises `e` if the rest can't go on"
+    try:
+        self.n,self.gpus = self.launcher.place_after_failure(self.n, self.gpus)
+        self.check()
+    except CantDistribute as why:
+        print_line(f"No restart: {why}")
+        raise e from None
+
+# %% ../../nbs/launch/511_session.ipynb #6e529662
+@patch
+def print_banner(self:Session):
+    "Print the line that says what runs, if it has changed, and notes about the model"
+    sizes = self.global_batch()
+    if sizes is None: return
+    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
+    if line != self.last_banner: print_line(line)
+    self.last_banner = line
+    syncs_on_cpu = self.options['sync_bn'] and not self.gpus
+    of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
+    for note in (of_bn, self.note()):
+        if note: print_once(note)
+
+# %% ../../nbs/launch/511_session.ipynb #0ce10bef
+@patch
+def print_summary(self:Session, call, result):
+    "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
+    start = start_text(call.report, result['first_batch_at'])
+    print_line(summary_line(result, self.n, call.counts_steps, call.report.began, start))
+    advice = advice_line(call.report)
+    if advice: print_line(advice)

@@ -11,7 +11,7 @@ from functools import partial
 from typing import NamedTuple
 
 import numpy as np, torch
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
 from torch import nn
 
@@ -24,23 +24,9 @@ from .state import (
     OwnObjects, keeps_contents_in_attributes, own_state, set_own_state, update_in_place)
 
 # %% ../../nbs/payload/107_changes.ipynb #88415fc7
-# The changes of a job. No function here is a collective: rank 0 notes and sends, and the notebook
-# applies.
-#
-#     rank 0                                                        notebook
-#     ChangeTracker(groups, ...)         before the job
-#     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
-#     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
-#
-# `since_start` always compares with the start of the job, so later changes include earlier ones:
-# one `apply_changes` is enough. Values are pickled with the objects of `refs`, which both sides
-# have, as numbers. To pickle a value may run code of the user's, which may raise, and may set
-# attributes.
-#
-# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook, where
-# a snapshot looks for objects, names of definitions.
+# No function here is a collective: rank 0 notes and sends, and the notebook applies. To pickle a
+# value may run code of the user's, which may raise, and may set attributes.
 
-# What objects hold, by name
 class _Attributes:
     "Attributes of objects; a name is a `str`"
     def values(self, o):
@@ -53,22 +39,25 @@ class _Attributes:
         state = _own_state(o)
         return vars_of(o) if state is None else state
     def has(self, o, name): return name in vars(o)
-    def update(self, o, values, removed):
-        "Set values by name, and remove names"
-        state = _own_state(o)
-        if state is not None:
-            kept = {k:v for k,v in state.items() if k not in removed}
-            return set_own_state(o, kept|values)
-        # not `setattr` and `delattr`, which a class may override
-        if isinstance(o, torch.jit.ScriptModule):
-            for k,v in values.items(): set_script_value(o, k, v)
-        else: vars(o).update(values)
-        for name in removed: vars(o).pop(name, None)
 
 def _own_state(o):
     "As `own_state`; None, too, if it fails"
     try: return own_state(o)
     except Exception: return None
+
+# %% ../../nbs/payload/107_changes.ipynb #cce4d3a5
+@patch
+def update(self:_Attributes, o, values, removed):
+    "Set values by name, and remove names"
+    state = _own_state(o)
+    if state is not None:
+        kept = {k:v for k,v in state.items() if k not in removed}
+        return set_own_state(o, kept|values)
+    # not `setattr` and `delattr`, which a class may override
+    if isinstance(o, torch.jit.ScriptModule):
+        for k,v in values.items(): set_script_value(o, k, v)
+    else: vars(o).update(values)
+    for name in removed: vars(o).pop(name, None)
 
 # %% ../../nbs/payload/107_changes.ipynb #6397ae1f
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
@@ -94,27 +83,36 @@ class Variables:
         found = {('attribute',k):v for k,v in vars(o).items() if not k.startswith('__')}
         if isinstance(o, types.FunctionType): found |= function_variables(o)
         return {Variable(*k):v for k,v in found.items() if is_data(v)}
-    def update(self, o, values, removed):
-        for name,v in values.items(): self._set(o, name, v)
-        for name in removed: self._delete(o, name)
-    def _set(self, o, name, v):
-        kind,key = name
-        if kind == 'attribute': setattr(o, key, v)
-        elif kind == 'global': o.__globals__[key] = v
-        elif kind == 'cell': o.__closure__[o.__code__.co_freevars.index(key)].cell_contents = v
-        elif isinstance(key, str): o.__kwdefaults__[key] = v
-        else: o.__defaults__ = (*o.__defaults__[:key], v, *o.__defaults__[key+1:])
-    def has(self, o, name):
-        """True if it exists, also if it holds no data now and so isn't in `values`. Cells and
-        default values can't be deleted"""
-        kind,key = name
-        if kind == 'attribute': return key in vars(o)
-        return kind != 'global' or key in o.__globals__
-    def _delete(self, o, name):
-        "Delete a global or an attribute if it exists"
-        kind,key = name
-        if kind == 'global': o.__globals__.pop(key, None)
-        elif key in vars(o): delattr(o, key)
+
+# %% ../../nbs/payload/107_changes.ipynb #8475283d
+@patch
+def update(self:Variables, o, values, removed):
+    for name,v in values.items(): self._set(o, name, v)
+    for name in removed: self._delete(o, name)
+
+@patch
+def _set(self:Variables, o, name, v):
+    kind,key = name
+    if kind == 'attribute': setattr(o, key, v)
+    elif kind == 'global': o.__globals__[key] = v
+    elif kind == 'cell': o.__closure__[o.__code__.co_freevars.index(key)].cell_contents = v
+    elif isinstance(key, str): o.__kwdefaults__[key] = v
+    else: o.__defaults__ = (*o.__defaults__[:key], v, *o.__defaults__[key+1:])
+
+@patch
+def _delete(self:Variables, o, name):
+    "Delete a global or an attribute if it exists"
+    kind,key = name
+    if kind == 'global': o.__globals__.pop(key, None)
+    elif key in vars(o): delattr(o, key)
+
+@patch
+def has(self:Variables, o, name):
+    """True if it exists, also if it holds no data now and so isn't in `values`. Cells and
+    default values can't be deleted"""
+    kind,key = name
+    if kind == 'attribute': return key in vars(o)
+    return kind != 'global' or key in o.__globals__
 
 # %% ../../nbs/payload/107_changes.ipynb #38f1f64e
 class _Whole:
@@ -260,9 +258,6 @@ class Change(NamedTuple):
     values:dict     # Name -> `(value, True if it is the same object as at the start)`
     removed:list    # Names that were deleted
 
-_PLAIN = bool,int,float,str,bytes,type(None)
-_SMALL_BYTES = 2**16
-
 class ChangeTracker:
     "Notes what objects hold when it is made; `since_start` finds what has changed since then"
     def __init__(self,
@@ -277,99 +272,98 @@ class ChangeTracker:
         if self.held: self.groups = groups | dict(held=[o for o,_ in self.held])
         self._large = {}    # id of a value -> its note, and its `_members`, before the job
         self.before = self._note_all(is_start=True)
-    def since_start(self,
-        ended=True # False if the job goes on, see `_Rule.is_sent`
-    ):
-        "Return group -> a `Change` for each of its objects that has changed"
-        notes = self._note_all(at_epoch_end=not ended)
-        return {group:[*self._changes(group, now, ended)] for group,now in notes.items()}
-    def drop_unpicklable(self,
-        changes # What `since_start` returned; is changed in place
-    ):
-        """Remove values that can't be pickled from `changes`. Return `(group, object, name,
-        exception)` for each"""
-        dropped = []
-        for group,changed in changes.items():
-            for i,values,_ in changed:
-                for name,(v,_) in [*values.items()]:
-                    try: dump(v, self.refs or ())
-                    except Exception as e:
-                        dropped.append((group, self.groups[group][i], name, e))
-                        del values[name]
-        return dropped
-    def _note_all(self, is_start=False, at_epoch_end=False):
-        "Return group -> for each of its objects `{name: _Note}`"
-        by_id = {}      # id of a value that is compared by contents -> its note
-        def notes(group, o):
-            rule = _RULES[group]
-            # a copy of the dict: pickling a value may set attributes of `o`
-            return {name:self._note(rule, o, name, v, by_id, is_start, at_epoch_end)
-                    for name,v in [*rule.access.values(o).items()]
-                    if not self.is_excluded(group, o, name)}
-        return {group:[notes(group, o) for o in objects]
-                for group,objects in self.groups.items()}
-    def _note(self, rule, o, name, v, by_id, is_start, at_epoch_end):
-        "Return the `_Note` of the value `v`, which `o` has under `name`"
-        if isinstance(v, _PLAIN):
-            return _Note(v, (type(v),v), sys.getsizeof(v) <= _SMALL_BYTES)
-        if v is o: return _Note(v, _shallow(v), False)      # of the group 'held'
-        if rule.by_members: return _Note(v, (id(v), _members(o, name, v)), False)
-        # contents that differ from all others
-        if self.refs is None or name in rule.always_changed: return _Note(v, object(), False)
-        # pickled once in each `_note_all`: many functions use the same variable
-        if id(v) not in by_id:
-            by_id[id(v)] = self._note_contents(o, name, v, is_start, at_epoch_end)
-        return by_id[id(v)]
-    def _note_contents(self, o, name, v, is_start, at_epoch_end):
-        "As `_note`, by contents; a value that can't be pickled is compared by identity"
-        if at_epoch_end and id(v) in self._large:
-            note,members = self._large[id(v)]
-            return note if _members(o, name, v) == members else note._replace(contents=object())
-        try: payload = dump(v, self.refs)
-        except Exception: return _Note(v, id(v), False)
-        is_large = payload.nbytes > _MAX_HASHED_BYTES
-        contents = _members(o, name, v) if is_large else _hash(payload)
-        note = _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
-        if is_start and payload.nbytes > _MAX_AT_EPOCH_END:
-            self._large[id(v)] = note,_members(o, name, v)
-        return note
-    def _changes(self, group, now, ended):
-        "Yield the changes of a group; `now` has the notes of each of its objects"
+
+# %% ../../nbs/payload/107_changes.ipynb #24b0e8ca
+_PLAIN = bool,int,float,str,bytes,type(None)
+_SMALL_BYTES = 2**16
+
+@patch
+def _note(self:ChangeTracker, rule, o, name, v, by_id, is_start, at_epoch_end):
+    "Return the `_Note` of the value `v`, which `o` has under `name`"
+    if isinstance(v, _PLAIN):
+        return _Note(v, (type(v),v), sys.getsizeof(v) <= _SMALL_BYTES)
+    if v is o: return _Note(v, _shallow(v), False)      # of the group 'held'
+    if rule.by_members: return _Note(v, (id(v), _members(o, name, v)), False)
+    # contents that differ from all others
+    if self.refs is None or name in rule.always_changed: return _Note(v, object(), False)
+    # pickled once in each `_note_all`: many functions use the same variable
+    if id(v) not in by_id:
+        by_id[id(v)] = self._note_contents(o, name, v, is_start, at_epoch_end)
+    return by_id[id(v)]
+
+# %% ../../nbs/payload/107_changes.ipynb #22c9ff5c
+@patch
+def _note_contents(self:ChangeTracker, o, name, v, is_start, at_epoch_end):
+    "As `_note`, by contents; a value that can't be pickled is compared by identity"
+    if at_epoch_end and id(v) in self._large:
+        note,members = self._large[id(v)]
+        return note if _members(o, name, v) == members else note._replace(contents=object())
+    try: payload = dump(v, self.refs)
+    except Exception: return _Note(v, id(v), False)
+    is_large = payload.nbytes > _MAX_HASHED_BYTES
+    contents = _members(o, name, v) if is_large else _hash(payload)
+    note = _Note(v, (id(v), contents), payload.nbytes <= _SMALL_BYTES)
+    if is_start and payload.nbytes > _MAX_AT_EPOCH_END:
+        self._large[id(v)] = note,_members(o, name, v)
+    return note
+
+# %% ../../nbs/payload/107_changes.ipynb #d79e9a01
+@patch
+def _note_all(self:ChangeTracker, is_start=False, at_epoch_end=False):
+    "Return group -> for each of its objects `{name: _Note}`"
+    by_id = {}      # id of a value that is compared by contents -> its note
+    def notes(group, o):
         rule = _RULES[group]
-        for i,(o,before,after) in enumerate(zip(self.groups[group], self.before[group], now)):
-            if group == 'held' and self.held[i].may_be_cache and has_arrays(o): continue
-            values = {}
-            for name,new in after.items():
-                old = before.get(name, _ABSENT)
-                if rule.is_sent(o, name, old, new, ended):
-                    values[name] = new.value, new.value is old.value
-            # A name that isn't in `after` may exist: it is excluded or holds no data now
-            removed = [name for name in before
-                       if name not in after and not rule.access.has(o, name)]
-            if values or removed: yield Change(i, values, removed)
+        # a copy of the dict: pickling a value may set attributes of `o`
+        return {name:self._note(rule, o, name, v, by_id, is_start, at_epoch_end)
+                for name,v in [*rule.access.values(o).items()]
+                if not self.is_excluded(group, o, name)}
+    return {group:[notes(group, o) for o in objects]
+            for group,objects in self.groups.items()}
 
-# %% ../../nbs/payload/107_changes.ipynb #5b605feb
-# In the notebook
-def apply_changes(
-    groups,     # This process's objects: the same groups as those of the `ChangeTracker`
-    changes,    # What `ChangeTracker.since_start` returned
-    reached=()  # `(number, copy)` of objects that both sides hold, see `Reached`
+# %% ../../nbs/payload/107_changes.ipynb #c9c1b039
+@patch
+def since_start(self:ChangeTracker,
+    ended=True # False if the job goes on, see `_Rule.is_sent`
 ):
-    """Make the changes in the objects of `groups`. What can't be set doesn't keep other changes
-    back. Return `(group, object, name, exception)` for each value that couldn't be set"""
-    held = getattr(groups.get('variables'), 'held', ())
-    known = [o for objects in groups.values() for o in objects]
-    own = OwnObjects([(held[k].object, v) for k,v in reached if k < len(held)], known)
-    failed = []
-    for group,changed in changes.items():
-        objects = groups.get(group, ())     # none of 'held': done with `own`
-        for i,values,removed in changed:
-            # When a fit is resumed, a definition may be gone here: then it is None
-            o = objects[i] if i < len(objects) else None
-            if o is None: continue
-            failed += [(group, o, *e) for e in _change(o, group, values, removed, own)]
-    return failed
+    "Return group -> a `Change` for each of its objects that has changed"
+    notes = self._note_all(at_epoch_end=not ended)
+    return {group:[*self._changes(group, now, ended)] for group,now in notes.items()}
 
+@patch
+def _changes(self:ChangeTracker, group, now, ended):
+    "Yield the changes of a group; `now` has the notes of each of its objects"
+    rule = _RULES[group]
+    for i,(o,before,after) in enumerate(zip(self.groups[group], self.before[group], now)):
+        if group == 'held' and self.held[i].may_be_cache and has_arrays(o): continue
+        values = {}
+        for name,new in after.items():
+            old = before.get(name, _ABSENT)
+            if rule.is_sent(o, name, old, new, ended):
+                values[name] = new.value, new.value is old.value
+        # A name that isn't in `after` may exist: it is excluded or holds no data now
+        removed = [name for name in before
+                   if name not in after and not rule.access.has(o, name)]
+        if values or removed: yield Change(i, values, removed)
+
+# %% ../../nbs/payload/107_changes.ipynb #9f74b76c
+@patch
+def drop_unpicklable(self:ChangeTracker,
+    changes # What `since_start` returned; is changed in place
+):
+    """Remove values that can't be pickled from `changes`. Return `(group, object, name,
+    exception)` for each"""
+    dropped = []
+    for group,changed in changes.items():
+        for i,values,_ in changed:
+            for name,(v,_) in [*values.items()]:
+                try: dump(v, self.refs or ())
+                except Exception as e:
+                    dropped.append((group, self.groups[group][i], name, e))
+                    del values[name]
+    return dropped
+
+# %% ../../nbs/payload/107_changes.ipynb #d0da7b5c
 def _change(o, group, values, removed, own):
     "Make one object's changes. Return `(name, exception)` for each value that couldn't be set"
     access = _RULES[group].access
@@ -391,6 +385,27 @@ def _change(o, group, values, removed, own):
     for name,v in new.items():
         try: access.update(o, {name:v}, ())
         except Exception as e: failed.append((name, without_frames(e)))
+    return failed
+
+# %% ../../nbs/payload/107_changes.ipynb #5b605feb
+def apply_changes(
+    groups,     # This process's objects: the same groups as those of the `ChangeTracker`
+    changes,    # What `ChangeTracker.since_start` returned
+    reached=()  # `(number, copy)` of objects that both sides hold, see `Reached`
+):
+    """Make the changes in the objects of `groups`. What can't be set doesn't keep other changes
+    back. Return `(group, object, name, exception)` for each value that couldn't be set"""
+    held = getattr(groups.get('variables'), 'held', ())
+    known = [o for objects in groups.values() for o in objects]
+    own = OwnObjects([(held[k].object, v) for k,v in reached if k < len(held)], known)
+    failed = []
+    for group,changed in changes.items():
+        objects = groups.get(group, ())     # none of 'held': done with `own`
+        for i,values,removed in changed:
+            # When a fit is resumed, a definition may be gone here: then it is None
+            o = objects[i] if i < len(objects) else None
+            if o is None: continue
+            failed += [(group, o, *e) for e in _change(o, group, values, removed, own)]
     return failed
 
 # %% ../../nbs/payload/107_changes.ipynb #5b1f0a16

@@ -129,7 +129,8 @@ def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
     if isinstance(o, type): _check_metaclass(o)
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
-    if isinstance(reduced, tuple):
+    # what is made by value has a state; a class of Python's own is named by a call: `type(None)`
+    if isinstance(reduced, tuple) and len(reduced) > 2:
         pickler.definitions.append(o)
         makes_class = reduced[0] is cloudpickle._make_skeleton_class
         # a `NamedTuple` sets its own
