@@ -21,7 +21,7 @@ from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torch
 # %% ../nbs/903_all.ipynb #a4fb6266
 # They patch Learner.
 if fastai_generation() == 1: from fastddp.fastai1 import learner
-else: from fastddp.fastai2 import check, learner
+else: from fastddp.fastai2 import bench, check, learner
 Learner = learner.Learner
 
 # %% ../nbs/903_all.ipynb #88189402

@@ -34,8 +34,9 @@ def pytest_configure(config):
 
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = '''notebooks hosts browser leaves_nothing magics cells scripts demo gpu_check comes_back callbacks ranch
-wheel data'''.split()
+LONGEST = '''notebooks around hosts browser leaves_nothing magics cells scripts demo gpu_check comes_back
+callbacks ranch
+wheel data shapes lock_step decisions as_written caller any_loss next_helper odd_processes hangs'''.split()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -43,6 +44,17 @@ def pytest_collection_modifyitems(items):
     names = [f'test_{o}' for o in LONGEST]
     items.sort(key=lambda o: names.index(o.path.stem) if o.path.stem in names else len(names))
     for o in all_but_a_spread(items): o.add_marker(pytest.mark.full)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    "The tests of a file run one after the other; those on simulated GPUs are one file, with one process"
+    from xdist.scheduler import LoadFileScheduling
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return 'simulated_gpu' if 'simulated_gpu/' in file else file
+    return Scheduling(config, log)
 
 
 def pytest_collection_finish():

@@ -1,5 +1,5 @@
-"""Of a test with many combinations of parameters, those that `make test` takes:
-`@pytest.mark.spread`, and `long_but` where one says which."""
+"""Of a test with many combinations of parameters, those that `make test` takes: `@pytest.mark.spread`,
+`@pytest.mark.few(n)`, and `long_but` where one says which."""
 import collections
 import pytest
 
@@ -30,11 +30,23 @@ def spread(items, *together):
     return chosen
 
 
-def all_but_a_spread(items):
-    "Those of `items` that are marked so, and not chosen"
+def evenly(items, n):
+    "`n` of the items, from the first one on at equal distances; all if there are no more"
+    return items if len(items) <= n else [items[i*len(items)//n] for i in range(n)]
+
+
+def left_out(items, name, choose):
+    "Of the tests that have the marker, those which `choose(items of a test, *arguments of the marker)` doesn't return"
     tests = {}
     for o in items:
-        if o.get_closest_marker('spread'): tests.setdefault((o.path, o.originalname), []).append(o)
-    def together(item): return item.get_closest_marker('spread').args
-    chosen = {o for test in tests.values() for o in spread(test, *together(test[0]))}
+        if o.get_closest_marker(name): tests.setdefault((o.path, o.originalname), []).append(o)
+    chosen = {o for test in tests.values() for o in choose(test, *test[0].get_closest_marker(name).args)}
     return [o for test in tests.values() for o in test if o not in chosen]
+
+
+def all_but_a_spread(items):
+    "Those of `items` that are marked so, and not chosen"
+    left = left_out(items, 'spread', spread)
+    shown = {*items} - {*left}
+    shown = [o for o in items if o in shown and not o.get_closest_marker('full')]
+    return left + left_out(shown, 'few', evenly)

@@ -311,14 +311,14 @@ learn.distrib_fit(3, nprocs=2)
 assert len(learn.mine.losses) == 3 and learn.mine.who is learn and isinstance(learn.mine.fig, plt.Figure)
 """,
 'the load of the workers is shown while they work, and goes': """
-from fastddp.launch import monitor
+from fastddp.launch import load
 class Waits(Callback):
     def after_batch(self): __import__('time').sleep(.1)
-said, show, monitor._PERIOD = [], monitor.StatusLine.show, .2
+said, show, load._PERIOD = [], load.StatusLine.show, .2
 def shows(self, text):
     said.append(text)
     show(self, text)
-monitor.StatusLine.show = shows
+load.StatusLine.show = shows
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Waits())
 learn.distrib_fit(1, nprocs=2)
 loads = [o for o in said if 'CPU' in o]
@@ -326,7 +326,7 @@ assert loads and all(o.count('rank') == o.count(' GB') == 2 for o in loads) and 
 said.clear()
 learn.distrib_fit(1, nprocs=2, see_load=False)
 assert not [o for o in said if 'CPU' in o], said
-monitor.StatusLine.show, monitor._PERIOD = show, 3.
+load.StatusLine.show, load._PERIOD = show, 3.
 """}
 
 

@@ -3,7 +3,7 @@ import runpy
 from pathlib import Path
 from types import SimpleNamespace
 import pytest
-from spread import spread
+from spread import evenly, spread
 
 root = Path(__file__).resolve().parent.parent
 changed, test_all = (runpy.run_path(str(root/'tools'/f'{o}.py')) for o in ('changed', 'test_all'))
@@ -54,6 +54,10 @@ class Item:
 
 
 def params(items): return {tuple(o.callspec.params.values()) for o in items}
+
+
+def test_few_are_taken_at_equal_distances():
+    assert evenly('abcdef', 2) == ['a', 'd'] and evenly([*range(10)], 4) == [0, 2, 5, 7] and evenly('ab', 3) == 'ab'
 
 
 def test_a_spread_has_each_value_and_no_more_than_it_takes():

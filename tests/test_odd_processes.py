@@ -70,6 +70,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.full
 @pytest.mark.skipif(not sys.platform.startswith('linux') or not shutil.which('cc'), reason='needs Linux and cc')
 def test_a_program_that_runs_python_keeps_its_handler(tmp_path):
     "One that was there before Python, such as that of R or Julia, and that Python can't set again"
@@ -116,6 +117,7 @@ if __name__ == '__main__':
 """
 
 
+@pytest.mark.full
 def test_loaders_processes_of_python_3_14(tmp_path):
     "Its default way to start them loses what cells and scripts define, since a worker's `__main__` is another one"
     (tmp_path/'sitecustomize.py').write_text(AS_IN_3_14)

@@ -3,10 +3,12 @@ import contextlib, importlib.util, os, pickle, socket, sqlite3, sys, tempfile
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
+from fastai.data.load import DataLoader
 from fastai.learner import Learner
 from torch import nn
 from fastddp.all import *
 from fastddp.base import group
+from fastddp.fastai2.loaders import check_dl
 from fastddp.launch import local as launch
 from learners import make_learner, mlp, points
 
@@ -206,6 +208,7 @@ def test_arguments_of_the_fit(args):
     (lambda: Local(see=1), 'see=1'), (lambda: TorchDDPCtx(prot=1), 'Did you mean port='),
     (lambda: Hosts('fxa'), "hosts='fxa'"), (lambda: Hosts(['a'], per_node=1.5), 'per_node=1.5'),
     (lambda: Hosts(['a'], python=5), 'python=5'), (lambda: Hosts(5), 'hosts=5'),
+    (lambda: Hosts(['a'], gpus=[0]), 'gpus= chooses those of one machine'),
     (lambda: Hosts(['a'], command=None), 'command=None'), (lambda: Hosts(['a'], link_timeout='5'), 'link_timeout='),
     (lambda: Ray(nodes='2'), "nodes='2'"), (lambda: Ray(per_node=0), 'per_node=0'),
     (lambda: Ray(gpus='all'), "gpus='all'"), (lambda: Ray(cpus=-1), 'cpus=-1'),
@@ -225,6 +228,21 @@ def test_a_way_out_without_a_change_of_a_library():
     from fastddp.base.errors import NotPicklable
     assert 'launcher=InProcess() nothing is sent' in str(NotPicklable('learn.cbs[1].lock', 'cannot pickle'))
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
+
+
+class Stream(torch.utils.data.IterableDataset):
+    "As a library's: it doesn't say how long it is"
+    def __iter__(self): return iter([(torch.ones(4), torch.tensor(0))]*40)
+
+
+def test_a_stream_of_unknown_length():
+    "What `n` is in one process it is on workers"
+    learn = make_learner()
+    learn.dls.train = DataLoader(Stream(), bs=8)
+    learn.dls.train.to(learn.dls.device)
+    refused(learn, 'learn.dls.train.* has no length.* or set its `n` to the number of items', nprocs=2)
+    learn.dls.train.n = 40
+    check_dl(learn.dls.train, 2)
 
 
 def test_a_network_interface_that_is_not_there(monkeypatch):

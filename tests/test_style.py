@@ -21,6 +21,12 @@ def by_path(o): return o.relative_to(root).as_posix()
 def read(path): return path.read_text(encoding='utf-8')
 
 
+def faults(paths, look):
+    "What `look` finds in the text of each file, by its path, where it finds something"
+    found = {by_path(o): look(read(o)) for o in paths}
+    return {k: v for k, v in found.items() if v}
+
+
 # Columns
 
 def generated(source):
@@ -43,16 +49,13 @@ def long_in_notebook(source):
     return [f"cell {o.get('id')}, line {said}" for o in cells for said in long_lines(''.join(o['source']))]
 
 
-@pytest.mark.parametrize('path', OURS, ids=by_path)
-def test_lines_of_a_module_end_in_time(path): assert not long_in_module(read(path))
+def test_lines_of_modules_end_in_time(): assert not faults(OURS, long_in_module)
 
 
-@pytest.mark.parametrize('path', OTHERS, ids=by_path)
-def test_lines_of_other_files_end_in_time(path): assert not long_lines(read(path))
+def test_lines_of_other_files_end_in_time(): assert not faults(OTHERS, long_lines)
 
 
-@pytest.mark.parametrize('path', NOTEBOOKS, ids=by_path)
-def test_lines_of_a_notebooks_code_end_in_time(path): assert not long_in_notebook(read(path))
+def test_lines_of_notebooks_code_end_in_time(): assert not faults(NOTEBOOKS, long_in_notebook)
 
 
 def test_a_long_line_is_noticed():
@@ -105,8 +108,7 @@ def crowded(source):
     return [f'{o.lineno}: {ast.unparse(o)[:60]}' for o in sorted(many, key=lambda o: o.lineno)]
 
 
-@pytest.mark.parametrize('path', OURS, ids=by_path)
-def test_assignments_of_a_module_are_no_crowds(path): assert not crowded(read(path))
+def test_assignments_of_modules_are_no_crowds(): assert not faults(OURS, crowded)
 
 
 CROWDS = ['a, b, c, d = f()', 'a, b, c, d = x', 'a, b, c, d = 1, 2, 3, f(x)',
@@ -145,8 +147,7 @@ def hidden(source):
     return patched & (own | imported)
 
 
-@pytest.mark.parametrize('path', OURS, ids=by_path)
-def test_no_patched_method_hides_a_name_of_its_module(path): assert not hidden(read(path))
+def test_no_patched_method_hides_a_name_of_its_module(): assert not faults(OURS, hidden)
 
 
 @pytest.mark.parametrize('source', ['from x import a\n', 'from x import b as a\n', 'def a(): pass\n', 'import a\n'])

@@ -56,6 +56,11 @@ def current_device():
     "The accelerator of this process"
     return torch.device(accelerator_type(), device_module().current_device())
 
+# %% ../../nbs/base/007_device.ipynb #39f619d0
+def is_started():
+    "True if this process has used an accelerator"
+    return device_module().is_initialized()
+
 @contextmanager
 def same_device():
     "Context manager that restores the current device of this process, if it has started any"
@@ -64,27 +69,6 @@ def same_device():
     try: yield
     finally:
         if before is not None: module.set_device(before)
-
-@contextmanager
-def without_tf32():
-    """Context manager in which products and convolutions of float32 numbers are as exact as on the
-    CPU; torch's setting for them is that of the process"""
-    cudnn = torch.backends.cudnn
-    # these functions of torch raise if the user has set it by newer ones, which then stay
-    try: before = torch.get_float32_matmul_precision(),cudnn.allow_tf32
-    except RuntimeError:
-        yield
-        return
-    def write(precision, allowed):
-        torch.set_float32_matmul_precision(precision)
-        cudnn.allow_tf32 = allowed
-    write('highest', False)
-    try: yield
-    finally: write(*before)
-
-def is_started():
-    "True if this process has used an accelerator"
-    return device_module().is_initialized()
 
 @contextmanager
 def device_restored():
@@ -101,6 +85,24 @@ def device_restored():
             # torch's own way back, which uses no memory of a GPU that was not used before
             go_back = getattr(device_module(), '_maybe_exchange_device', device_module().set_device)
             go_back(gpu)
+
+# %% ../../nbs/base/007_device.ipynb #62904fb3
+@contextmanager
+def without_tf32():
+    """Context manager in which products and convolutions of float32 numbers are as exact as on the
+    CPU; torch's setting for them is that of the process"""
+    cudnn = torch.backends.cudnn
+    # these functions of torch raise if the user has set it by newer ones, which then stay
+    try: before = torch.get_float32_matmul_precision(),cudnn.allow_tf32
+    except RuntimeError:
+        yield
+        return
+    def write(precision, allowed):
+        torch.set_float32_matmul_precision(precision)
+        cudnn.allow_tf32 = allowed
+    write('highest', False)
+    try: yield
+    finally: write(*before)
 
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import collections, datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, time
-import threading, weakref
+import datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, threading, time
+import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
@@ -16,6 +16,7 @@ from fastcore.basics import noop
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .forks import until_released
 from .scoped import delay_interrupts
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
@@ -57,8 +58,6 @@ def key():
     return dist.group.WORLD
 
 # %% ../../nbs/base/009_group.ipynb #984a33de
-# Backends
-
 def native_backend():
     "The backend for this machine's kind of accelerator, such as 'nccl'"
     known = getattr(dist.Backend, 'default_device_backend_map', {})
@@ -79,9 +78,7 @@ def comm_device():
     "The device of the tensors that the backend of the group sends"
     return current_device() if backend() == native_backend() else torch.device('cpu')
 
-# %% ../../nbs/base/009_group.ipynb #d723f70e
-# Joining: a function for each way in which ranks find each other
-
+# %% ../../nbs/base/009_group.ipynb #7d52e2e5
 def stay_on_host():
     "Have this process connect over the loopback only, unless the user chose an interface"
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
@@ -97,12 +94,7 @@ def why_no_interface():
             f"{', '.join(have)}. Name one of these, or remove the variable: del os.environ"
             "['GLOO_SOCKET_IFNAME'].")
 
-_LAUNCHERS = 'RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT'
-
-def missing_variables():
-    "Return the variables of a launcher that this process lacks"
-    return [k for k in _LAUNCHERS if k not in os.environ]
-
+# %% ../../nbs/base/009_group.ipynb #714a53a6
 def init_group(store, rank, world_size, backend, **options):
     "Call torch's `init_process_group` for a group that is the first of this process to torch"
     # Ranks that count their groups differently wait for each other forever, and torch has counted
@@ -111,7 +103,7 @@ def init_group(store, rank, world_size, backend, **options):
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
 
-# %% ../../nbs/base/009_group.ipynb #cd305c8a
+# %% ../../nbs/base/009_group.ipynb #274fe74e
 def _wait_for_all(store, rank, world_size, what):
     "Set this rank's key `what` in the `store`, and wait for those of all ranks; Ctrl-C ends this"
     keys = [f'fastddp/{r}/{what}' for r in range(world_size)]
@@ -123,15 +115,7 @@ def _wait_for_all(store, rank, world_size, what):
         time.sleep(pause)
         pause = min(2*pause, .01)
 
-_NO_LIMIT = 10*365*24*3600.     # seconds
-_CONNECT_LIMIT = 5.             # seconds of one try of gloo's, of which it makes five
-
-def _set_limit(limit):
-    "Set the time limit of the group's operations from now on"
-    # torch before 2.14 has the second one
-    set_timeout = getattr(dist, 'set_timeout', None) or dist.distributed_c10d._set_pg_timeout
-    set_timeout(limit)
-
+# %% ../../nbs/base/009_group.ipynb #4d8ea371
 def _in_thread(fn, *args, **kwargs):
     """Call `fn` in a thread and return its result, so that Ctrl-C ends the wait for it. The call
     gets two more seconds then, so that the caller can leave a group that it has joined; one that
@@ -149,6 +133,16 @@ def _in_thread(fn, *args, **kwargs):
     finally:
         with delay_interrupts(): thread.join(2)
         is_left_alone.set()
+
+# %% ../../nbs/base/009_group.ipynb #b82d0b4c
+_NO_LIMIT = 10*365*24*3600.     # seconds
+_CONNECT_LIMIT = 5.             # seconds of one try of gloo's, of which it makes five
+
+def _set_limit(limit):
+    "Set the time limit of the group's operations from now on"
+    # torch before 2.14 has the second one
+    set_timeout = getattr(dist, 'set_timeout', None) or dist.distributed_c10d._set_pg_timeout
+    set_timeout(limit)
 
 # The `store` that was given to `join`; None before `join`, after `leave`, and in the group of a
 # launcher. `launch.rank` compares it with the store of the next job
@@ -186,7 +180,13 @@ def join(
     _wait_for_all(store, rank, world_size, 'in')
     rendezvous = given
 
-# %% ../../nbs/base/009_group.ipynb #fde173fe
+# %% ../../nbs/base/009_group.ipynb #8412e997
+_LAUNCHERS = 'RANK','WORLD_SIZE','MASTER_ADDR','MASTER_PORT'
+
+def missing_variables():
+    "Return the variables of a launcher that this process lacks"
+    return [k for k in _LAUNCHERS if k not in os.environ]
+
 @functools.cache
 def _launcher_store():
     "Return `(store, rank, world size)` of the launcher"
@@ -261,45 +261,7 @@ def check_group():
         raise RuntimeError("The process group was destroyed while it was needed. Remove "
                            "torch.distributed.destroy_process_group(): fastddp calls it.")
 
-# %% ../../nbs/base/009_group.ipynb #dff8d589
-@contextmanager
-def hidden():
-    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
-    by themselves find none there, and compute what this process has; fastddp reduces it"""
-    world = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = None
-    try: yield
-    finally: dist.GroupMember.WORLD = world
-
-_of_one = noop,noop     # weak references to a default group, and to the group of this rank alone
-
-@contextmanager
-def group_of_one():
-    """Inside, the default group has this rank alone: what other code exchanges over it, such as a
-    metric of a library, waits for no other rank. Other ranks needn't call this"""
-    global _of_one
-    if not in_group():
-        yield
-        return
-    world = dist.GroupMember.WORLD
-    if _of_one[0]() is not world or _of_one[1]() is None:
-        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
-        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
-        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
-    dist.GroupMember.WORLD = _of_one[1]()
-    try: yield
-    finally: dist.GroupMember.WORLD = world
-
-@contextmanager
-def as_one_process():
-    "Inside, this process seems to be the only one: it has no default group, and no rank"
-    ours = {k:os.environ.pop(k) for k in _OF_RANKS if k in os.environ}
-    try:
-        with hidden() if in_group() else nullcontext(): yield
-    finally: os.environ.update(ours)
-
-_OF_RANKS = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'
-
+# %% ../../nbs/base/009_group.ipynb #0c74dc16
 # Collectives. Each calls `_is_alone` before it returns or sends anything
 
 def _is_alone():
@@ -327,22 +289,7 @@ def barrier():
     "Wait for all ranks"
     all_sum([0])
 
-def subgroup(ranks):
-    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
-    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
-    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
-    # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
-    # process that is forked then would crash when it collects the group as garbage
-    return weakref.ref(members) if rank() in ranks else None
-
-def sum_in(t, members):
-    "Sum the CPU tensor `t` in place over the ranks of a `subgroup`. Its members alone call this"
-    with until_released([t]): dist.all_reduce(t, group=members())
-
-# %% ../../nbs/base/009_group.ipynb #6f188fae
-# Gathering objects. Connections of ranks have no password, so that any program might send a pickle:
-# only classes that can't run code are loaded.
-
+# %% ../../nbs/base/009_group.ipynb #8d3c4944
 def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
@@ -376,8 +323,14 @@ class _Unpickler(pickle.Unpickler):
         if is_tensor or is_plain: return found
         raise pickle.UnpicklingError(f"ranks exchange tensors and plain values, no {module}.{name}")
 
+def _dumps(o):
+    buffer = io.BytesIO()
+    _Pickler(buffer, 4).dump(o)
+    return buffer.getvalue()
+
 def _loads(data): return _Unpickler(io.BytesIO(data)).load()
 
+# %% ../../nbs/base/009_group.ipynb #e4997c23
 def _gather_bytes(
     raw,  # This rank's, as a flat tensor (uint8)
     sizes # Number of bytes of each rank
@@ -386,11 +339,6 @@ def _gather_bytes(
     padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=comm_device())
     padded[:len(raw)] = raw
     return [part[:n] for part,n in zip(_all_gather(padded), sizes)]
-
-def _dumps(o):
-    buffer = io.BytesIO()
-    _Pickler(buffer, 4).dump(o)
-    return buffer.getvalue()
 
 def all_gather_object(
     o # Tensors, arrays, numbers and strings, in lists, tuples and dicts
@@ -402,6 +350,7 @@ def all_gather_object(
     parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
     return [_loads(part.cpu().numpy()) for part in parts]
 
+# %% ../../nbs/base/009_group.ipynb #10b66a4b
 _PART = 2**26      # bytes of an object that are on a GPU at a time
 
 def from_rank0(o):
@@ -422,6 +371,7 @@ def _broadcast(t):
     "Set `t`, a tensor on `comm_device()`, in place to that of rank 0"
     with until_released([t]): dist.broadcast(t, 0)
 
+# %% ../../nbs/base/009_group.ipynb #15813590
 def all_gather_tensors(
     tensors, # This rank's, at least one
     shapes   # For each rank the shapes of its tensors; all ranks have the same types
@@ -469,50 +419,54 @@ def average_(tensors):
         t /= world_size()
     _change_as_one(tensors, mean)
 
-# %% ../../nbs/base/009_group.ipynb #18ac5be3
-# gloo's threads and forks. After a collective a thread of gloo's may still refer to the tensors,
-# after a backward pass to its context variables. To release them it takes the lock of Python's list
-# of threads. A process that is forked just then (a `DataLoader` starts some) has the lock as taken,
-# and waits for it forever in these versions of Python (gh-112275). With them both context managers
-# end only when no more references are counted than before: then gloo has released all.
+# %% ../../nbs/base/009_group.ipynb #d025435c
+def subgroup(ranks):
+    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
+    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
+    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
+    # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
+    # process that is forked then would crash when it collects the group as garbage
+    return weakref.ref(members) if rank() in ranks else None
 
-FORKS_MAY_HANG = sys.version_info < (3,10,15) or (3,11) <= sys.version_info < (3,11,10)
-_LONGEST_WAIT = .1  # seconds; something else, such as a profiler, may keep references for longer
+def sum_in(t, members):
+    "Sum the CPU tensor `t` in place over the ranks of a `subgroup`. Its members alone call this"
+    with until_released([t]): dist.all_reduce(t, group=members())
 
-def _wait_until(is_released):
-    end = time.monotonic()+_LONGEST_WAIT
-    while not is_released() and time.monotonic() < end: time.sleep(1e-5)
+# %% ../../nbs/base/009_group.ipynb #a851dcb0
+@contextmanager
+def hidden():
+    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
+    by themselves find none there, and compute what this process has; fastddp reduces it"""
+    world = dist.GroupMember.WORLD
+    dist.GroupMember.WORLD = None
+    try: yield
+    finally: dist.GroupMember.WORLD = world
 
-# %% ../../nbs/base/009_group.ipynb #e02f6a7c
-_HAS_COUNT = hasattr(torch.Tensor, '_use_count')    # not in torch before 2.3
-# Without that count: the tensors of the last collectives. While they are kept here, gloo's thread
-# isn't the last that releases them, and needs no lock
-_kept = collections.deque(maxlen=8)
-_LARGEST_KEPT = 2**14                   # numbers in a tensor
-
-def _references(tensors):
-    "Return how many references each tensor has in Python, and how many in C++"
-    return [n for t in tensors for n in (sys.getrefcount(t), t._use_count())]
+_of_one = noop,noop     # weak references to a default group, and to the group of this rank alone
 
 @contextmanager
-def until_released(tensors):
-    "Context manager for a collective of `tensors`"
-    may_hang = FORKS_MAY_HANG and not any(is_accelerator(t.device) for t in tensors)
-    before = _references(tensors) if may_hang and _HAS_COUNT else []
-    yield
-    if before: _wait_until(lambda: all(now <= n for now,n in zip(_references(tensors), before)))
-    elif may_hang: _kept.append([t for t in tensors if t.numel() <= _LARGEST_KEPT])
+def group_of_one():
+    """Inside, the default group has this rank alone: what other code exchanges over it, such as a
+    metric of a library, waits for no other rank. Other ranks needn't call this"""
+    global _of_one
+    if not in_group():
+        yield
+        return
+    world = dist.GroupMember.WORLD
+    if _of_one[0]() is not world or _of_one[1]() is None:
+        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
+        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
+        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
+    dist.GroupMember.WORLD = _of_one[1]()
+    try: yield
+    finally: dist.GroupMember.WORLD = world
 
-# %% ../../nbs/base/009_group.ipynb #b09d3c46
-_CONTEXT_ENDS_WITH_PASS = hasattr(torch._C, '_remove_obj_from_tls')
+_OF_RANKS = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'
 
 @contextmanager
-def until_context_released(loss):
-    "Context manager for a backward pass of `loss` under DDP"
-    found = []
-    if FORKS_MAY_HANG and _CONTEXT_ENDS_WITH_PASS and not is_accelerator(loss.device):
-        # called in the pass: there torch hands its context to DDP's collectives
-        loss.register_hook(lambda grad: found.append(torch._C._get_obj_in_tls('context')))
-    yield
-    # two references are ours: the list's, and the argument of `getrefcount`
-    if found: _wait_until(lambda: sys.getrefcount(found[0]) <= 2)
+def as_one_process():
+    "Inside, this process seems to be the only one: it has no default group, and no rank"
+    ours = {k:os.environ.pop(k) for k in _OF_RANKS if k in os.environ}
+    try:
+        with hidden() if in_group() else nullcontext(): yield
+    finally: os.environ.update(ours)

@@ -20,12 +20,13 @@ from ..base.errors import CantDistribute, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..base.scoped import with_attrs
 from ..launch.engine import Job
-from ..launch.local import (
-    Local, refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus)
+from ..launch.held_gpus import refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus
+from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
+from ..payload.state import own_memory
 from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
@@ -136,7 +137,18 @@ def push_job(
     obj # Dict with `objs`: a dict from name to object
 ):
     "Put objects into this worker's namespace"
+    _let_grow(obj['objs'])
     with worker_namespace(ctx) as ns: ns.update(obj['objs'])
+
+def _let_grow(objs):
+    "Have tensors and arrays of a dict of received objects own their memory, so that they can grow"
+    own_memory(_with_items(objs))
+
+def _with_items(o):
+    "List `o` and the items of lists, tuples and dicts in it; of long ones none, to save memory"
+    items = [*o.values()] if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else []
+    if len(items) > 1000: return [o]
+    return [o, *(part for item in items for part in _with_items(item))]
 
 def pull_job(
     ctx,
@@ -309,6 +321,7 @@ class Cluster:
         meta,buffers = results[rank]
         device = current_device() if group.n_gpus() else torch.device('cpu')
         objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
+        _let_grow(objs)
         package = APPS[self.app]
         if not package: return objs
         for o in objs.values():

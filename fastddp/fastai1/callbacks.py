@@ -32,25 +32,6 @@ from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
-# Used here (c: a collective, all ranks call it):
-#   Board.meet(numbers)  c  returns a row of numbers for each rank; waits for all ranks
-#   Losses                  the kind of each loss function, the same on all ranks: `is_gathered`, or
-#                           combined by `loss_part`, with the argument `reduction`
-#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together,
-#                           or the call raised an error on some rank: from then on the function
-#                           isn't `is_gathered`
-#   .watched(f, ...)        calls `f`, and notes whether it changes a state of its own
-#   Passes                  replaces `torch.autograd.backward` inside `wrapped()`. From `open` to
-#                           `close` it calls in each pass `begin_pass`, torch's pass, `checksums`,
-#                           and then averages gradients (c)
-#   shard(dl, ...)          a loader that yields this rank's items; `own_loader` returns `dl`. With
-#                           `_shard.other_loop` set, a loop over it yields what that yields, unless
-#                           `_shard.fit_loop_next` is True; the loop sets it to False
-#   SameWeights()        c  its call gives all ranks rank 0's weights; True if some differed
-
-# The sections: meetings (`Ranks`), the loss and its backward pass (`GlobalLoss`,
-# `TrainingBatches`), callbacks, and `distributed_v1`, which joins them.
-#
 # A fit on a rank. v1's own `basic_train.fit` runs inside `distributed_v1`, which replaces functions
 # that it calls, and adds callbacks. All ranks come to the same places in the same order:
 #
@@ -81,6 +62,22 @@ from ..shard.trees import tensors_in
 #
 # `learn.load` is a meeting, too. If a callback stops one rank alone, by a `KeyboardInterrupt`, that
 # rank comes to the others' next meeting, whichever it is, and stops them there (`Ranks.leave`).
+#
+# Used here (c: a collective, all ranks call it):
+#   Board.meet(numbers)  c  returns a row of numbers for each rank; waits for all ranks
+#   Losses                  the kind of each loss function, the same on all ranks: `is_gathered`, or
+#                           combined by `loss_part`, with the argument `reduction`
+#   .of_all_ranks        c  the loss over all ranks' predictions. None if they don't fit together,
+#                           or the call raised an error on some rank: from then on the function
+#                           isn't `is_gathered`
+#   .watched(f, ...)        calls `f`, and notes whether it changes a state of its own
+#   Passes                  replaces `torch.autograd.backward` inside `wrapped()`. From `open` to
+#                           `close` it calls in each pass `begin_pass`, torch's pass, `checksums`,
+#                           and then averages gradients (c)
+#   shard(dl, ...)          a loader that yields this rank's items; `own_loader` returns `dl`. With
+#                           `_shard.other_loop` set, a loop over it yields what that yields, unless
+#                           `_shard.fit_loop_next` is True; the loop sets it to False
+#   SameWeights()        c  its call gives all ranks rank 0's weights; True if some differed
 
 # The `_order` of our callbacks: at each event v1 calls the smallest first. Its own have -20 to 999
 NOTE_PROGRESS = -2_000_000      # `jobs.NoteProgress`
@@ -127,6 +124,7 @@ class Ranks:
         try: self.meet(stop=True)
         except KeyboardInterrupt: pass
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #f9718617
 @contextmanager
 def as_rank(ranks,  # `Ranks`
             common  # `CommonRNG`
@@ -142,7 +140,7 @@ def as_rank(ranks,  # `Ranks`
             raise
         finally: common.install()
 
-# %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
+# %% ../../nbs/fastai1/803_callbacks.ipynb #8358c406
 class _ReplaceValue(torch.autograd.Function):
     "A scalar `value`, with `scale` times the gradient of `loss`"
     @staticmethod
@@ -152,6 +150,7 @@ class _ReplaceValue(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.scale, None, None
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
 class GlobalLoss:
     """A loss function that returns the loss of the global batch, on a rank that has a shard of it.
     It replaces `loss_func` during one training batch, and all ranks call it once in that batch"""
@@ -274,6 +273,7 @@ def _put_back_loaders(data):
     "Replace the sharded loaders of `data` by the original ones; others stay"
     for name,dl in fit_loaders(data).items(): setattr(data, name, own_loader(dl))
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #dc2b89d2
 class SyncModel(Callback):
     """Makes the model the same on all ranks at the end of an epoch. `distributed_v1` has it do so
     before a validation, too"""
@@ -311,6 +311,7 @@ class EndFit(Callback):
         self.passes.close()
         _put_back_loaders(self.learn.data)
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #aa441b28
 class _CountAll(Callback):
     """Makes an `AccumulateScheduler` count the items of all ranks: it divides gradients by its
     `acc_samples`, to which it adds only this rank's items of each batch, also of validation. All
@@ -352,6 +353,28 @@ class Agree(Callback):
         if train: return self._agreed(state, 'stop_epoch', 'stop_training', 'skip_validate')
     def on_epoch_end(self, **state): return self._agreed(state, 'stop_training')
 
+# %% ../../nbs/fastai1/803_callbacks.ipynb #3049cb76
+@contextmanager
+def _in_place(learn, ranks,
+              batches,   # The `TrainingBatches` of the fit
+              validate,  # Its `Validation`
+              synced,    # True if batch norm is over all ranks
+              batch      # As of `distributed_v1`
+):
+    "Inside, v1's loop calls our functions; afterwards the learner has its own loaders again"
+    with ExitStack() as undo:
+        if batch == 'per_worker':
+            # before `ShardLoaders` divides these batches
+            undo.enter_context(global_batches(learn.data.train_dl, group.world_size()))
+        if synced: undo.enter_context(synced_bn(learn.model))
+        # with `distrib_barrier`, `learn.load` waits until rank 0 has written the file
+        undo.enter_context(with_attrs(basic_train, validate=validate,
+                                      loss_batch=batches.loss_batch,
+                                      distrib_barrier=ranks.all_reduce))
+        if group.world_size() > 1: undo.enter_context(batches.passes.wrapped())
+        try: yield
+        finally: _put_back_loaders(learn.data)
+
 # %% ../../nbs/fastai1/803_callbacks.ipynb #7173a3a6
 @contextmanager
 def distributed_v1(learn,
@@ -377,18 +400,8 @@ def distributed_v1(learn,
     validate = Validation(ranks, common, losses, before=before_validation)
     counting = [_CountAll(learn, ranks, validate, cb) for cb in callbacks
                 if is_kind(cb, ['AccumulateScheduler'])]
-    with as_rank(ranks, common), ExitStack() as undo:
-        if batch == 'per_worker':
-            # before `ShardLoaders` divides these batches
-            undo.enter_context(global_batches(learn.data.train_dl, group.world_size()))
-        if sync_bn and on_gpu: undo.enter_context(synced_bn(learn.model))
-        # With `distrib_barrier`, `learn.load` waits until rank 0 has written the file
-        undo.enter_context(with_attrs(basic_train, validate=validate,
-                                      loss_batch=batches.loss_batch,
-                                      distrib_barrier=ranks.all_reduce))
-        if group.world_size() > 1: undo.enter_context(batches.passes.wrapped())
-        try:
-            yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common, batch),
-                   sync, EndFit(learn, ranks, batches.passes), Agree(ranks)]
-            ranks.all_reduce()      # a rank that stops by itself meets the others here at last
-        finally: _put_back_loaders(learn.data)
+    in_place = _in_place(learn, ranks, batches, validate, sync_bn and on_gpu, batch)
+    with as_rank(ranks, common), in_place:
+        yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common, batch),
+               sync, EndFit(learn, ranks, batches.passes), Agree(ranks)]
+        ranks.all_reduce()      # a rank that stops by itself meets the others here at last

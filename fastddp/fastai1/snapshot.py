@@ -56,6 +56,7 @@ class _Data(Part):
     def rest(self, learn, start, refs, is_over): return text_order(learn.data.train_dl)
     def set_rest(self, learn, start, rest): set_text_order(learn.data.train_dl, rest)
 
+# %% ../../nbs/fastai1/804_snapshot.ipynb #ec610d96
 class _Model(Model):
     stays = {*MODULES_STAY, 'on_epoch_begin'}
     def state(self, learn, start, weights, grads):
@@ -79,9 +80,21 @@ class _Callbacks(Part):
 # In the order in which a rank receives them: the optimizer is moved to where the model is
 PARTS = Parts(_TheLearner(), _Data(), _Model(), Loss(), _Opt(), _Callbacks(), Hooks())
 
+# %% ../../nbs/fastai1/804_snapshot.ipynb #22f1c074
 def _with_state(callbacks, metrics):
     "Return the callbacks of a fit or a validation, with the metrics that are callbacks, too"
     return [*callbacks, *(m for m in metrics if isinstance(m, Callback))]
+
+# %% ../../nbs/fastai1/804_snapshot.ipynb #d09ae161
+def _where_to_look(learn, callbacks, hooks):
+    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
+    to it is the one that the error names"""
+    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
+    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
+              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
+    for cb in callbacks:
+        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
+    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def snapshot(learn,
@@ -105,6 +118,7 @@ def snapshot(learn,
                          without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
 
+# %% ../../nbs/fastai1/804_snapshot.ipynb #0b64ab26
 def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
            device # That of the rank
 ):
@@ -118,16 +132,6 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
 def place(learn, device):
     "Move model and optimizer state to `device`, and have the loaders put their batches there"
     PARTS.receive(learn, {}, device)
-
-def _where_to_look(learn, callbacks, hooks):
-    """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
-    to it is the one that the error names"""
-    roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
-    roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
-              'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
-    for cb in callbacks:
-        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
 class Baseline:
@@ -159,6 +163,7 @@ class Baseline:
         return dump_state(PARTS.state(self.learn, groups, True, grads), rest, self.tracker,
                           self.refs)
 
+# %% ../../nbs/fastai1/804_snapshot.ipynb #254d6a35
 def apply(learn,
           meta, buffers, # The `Payload` of `Baseline.capture`
           callbacks, metrics, definitions # The notebook's, as of `Baseline`

@@ -26,38 +26,6 @@ from ..shard.torch_loader import torch_bs, why_not_torch
 from ..shard.trees import on_cpu, turns_of_ranks
 
 # %% ../../nbs/fastai1/802_validation.ipynb #91e0cbc3
-# Used here (c: a collective, all ranks call it):
-#   shard(dl, ...)            a loader that yields this rank's whole batches: of N ranks, rank r has
-#                             r, r+N, ...; `own_loader` returns `dl`
-#   Losses.watched(f, ...)    calls `f`, and notes in `is_stateful_here` whether it changes a state
-#                             of its own. `is_stateful` is the same on all ranks
-#   turns_of_ranks(trees)  c  yields the trees of all ranks in the order of their turns
-#   Ranks.all_reduce()     c  raises KeyboardInterrupt on all ranks if one was asked to stop
-
-# A validation on a rank: how `Validation` replaces `basic_train.validate`
-#
-#     in turn       (`_in_turn`) each rank validates some of the batches, and all put their results
-#                   together
-#     all of it     each rank validates the whole loader by itself, without collectives: within
-#                   another validation, since a callback may ask for it in a batch that only some
-#                   ranks have; with `n_batch`; if the loader can't be sharded; if batches depend on
-#                   each other: those of a language model, of a model with a state (`has_state_of`),
-#                   of a loss function with a state
-#
-# In turn, with `c` where all ranks call collectives:
-#
-#     before          c   in a fit: `callbacks.SyncModel`
-#     has_state_of    c   do some ranks find a state?
-#     fastai_validate     over this rank's batches, with replacements:
-#                           metrics whose sums add up            themselves
-#                           the other metrics                    `_KeepBatches`
-#     meeting         c   here a rank that was asked to stop stops all
-#     random streams  c   rank 0's
-#     sums            c   added up over ranks
-#     _replay         c   the other metrics see the batches of one process
-#     the result      c   the mean of the batches' losses, these losses, or pairs of output and
-#                         target
-
 def adds_up(m # A metric of a `CallbackHandler`, which is a callback
 ):
     "True if the state of the metric is a sum over batches, in its attributes `val` and `count`"
@@ -72,6 +40,7 @@ def events_of(m):
     return [k for k in _OF_BATCH
             if getattr(type(m), f'on_{k}', None) is not getattr(Callback, f'on_{k}')]
 
+# %% ../../nbs/fastai1/802_validation.ipynb #485215e0
 def may_read_input(m):
     """True if the metric can read the inputs of a batch: a method for an event has a parameter
     `last_input`, or uses all of its keyword arguments"""
@@ -113,6 +82,14 @@ def _replay(handler, metrics,
                 for m in metrics:
                     if event in events_of(m): handler._call_and_update(m, event)
 
+# %% ../../nbs/fastai1/802_validation.ipynb #eb3f1b64
+def _sum_over_ranks(m # A metric that `adds_up`
+):
+    "Make the metric's sum and count those of all ranks. A collective operation"
+    vals,counts = zip(*group.all_gather_object([torch.as_tensor(m.val), int(m.count)]))
+    m.val = sum(o.double() for o in vals).float()
+    m.count = sum(counts)
+
 # %% ../../nbs/fastai1/802_validation.ipynb #16211711
 def has_state_of(model, bs):
     """True if a module of `model` seems to keep a state with `bs` rows: an attribute or buffer with
@@ -124,6 +101,38 @@ def has_state_of(model, bs):
     return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1a70db92
+# Used here (c: a collective, all ranks call it):
+#   shard(dl, ...)            a loader that yields this rank's whole batches: of N ranks, rank r has
+#                             r, r+N, ...; `own_loader` returns `dl`
+#   Losses.watched(f, ...)    calls `f`, and notes in `is_stateful_here` whether it changes a state
+#                             of its own. `is_stateful` is the same on all ranks
+#   turns_of_ranks(trees)  c  yields the trees of all ranks in the order of their turns
+#   Ranks.all_reduce()     c  raises KeyboardInterrupt on all ranks if one was asked to stop
+
+# A validation on a rank is done in one of two ways:
+#
+#     in turn       (`_in_turn`) each rank validates some of the batches, and all put their results
+#                   together
+#     all of it     each rank validates the whole loader by itself, without collectives: within
+#                   another validation, since a callback may ask for it in a batch that only some
+#                   ranks have; with `n_batch`; if the loader can't be sharded; if batches depend on
+#                   each other: those of a language model, of a model with a state (`has_state_of`),
+#                   of a loss function with a state
+#
+# In turn, with `c` where all ranks call collectives:
+#
+#     before          c   in a fit: `callbacks.SyncModel`
+#     has_state_of    c   do some ranks find a state?
+#     fastai_validate     over this rank's batches, with replacements:
+#                           metrics whose sums add up            themselves
+#                           the other metrics                    `_KeepBatches`
+#     meeting         c   here a rank that was asked to stop stops all
+#     random streams  c   rank 0's
+#     sums            c   added up over ranks
+#     _replay         c   the other metrics see the batches of one process
+#     the result      c   the mean of the batches' losses, these losses, or pairs of output and
+#                         target
+
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
     return, on each of them. Made for a fit (`distributed_v1`), or for one validation outside of
@@ -207,10 +216,3 @@ class Validation:
         # so draws from the common streams, these differ
         self.common.set_state(group.from_rank0(self.common.state()))
         return results, sizes
-
-def _sum_over_ranks(m # A metric that `adds_up`
-):
-    "Make the metric's sum and count those of all ranks. A collective operation"
-    vals,counts = zip(*group.all_gather_object([torch.as_tensor(m.val), int(m.count)]))
-    m.val = sum(o.double() for o in vals).float()
-    m.count = sum(counts)

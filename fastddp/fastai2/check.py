@@ -193,7 +193,53 @@ def _put_back_objects(groups, found, reached=()):
     values: the second copy begins with the same ones."""
     return apply_changes(groups, dict(found, variables=[]))
 
-# %% ../../nbs/fastai2/731_check.ipynb #19d64be2
+# %% ../../nbs/fastai2/731_check.ipynb #88e4b8ec
+# Names under which layers that draw random numbers keep their probability
+_PROBABILITIES = 'p','embed_p','weight_p','dropout','drop_prob'
+
+def _dropouts(model):
+    "Return `(layer, name of its probability)` for each layer that draws random numbers."
+    found = [(m,k) for m in model.modules() for k in _PROBABILITIES]
+    return [(m,k) for m,k in found if isinstance(p := getattr(m, k, None), float) and 0 < p < 1]
+
+def _no_dropout(learn, stack):
+    # not 0: `F.dropout` would return the parameter itself, and `WeightDropout` add it to the model
+    for m,k in _dropouts(learn.model): setattr(m, k, 1e-30 if k == 'weight_p' else 0.)
+
+# %% ../../nbs/fastai2/731_check.ipynb #57f1ec02
+_BN = nn.modules.batchnorm._BatchNorm
+
+class FixedBatchNorm(Callback):
+    "Batch norm uses its running statistics in training, too"
+    def before_train(self):
+        for m in self.model.modules():
+            if isinstance(m, _BN): m.eval()
+
+def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
+
+# %% ../../nbs/fastai2/731_check.ipynb #2bbd0ef7
+def _augments(dl):
+    "Return True if a transform of a loader changes items at random."
+    pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
+    lists = getattr(getattr(dl,'dataset',None), 'tls', ())
+    tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
+    return any(is_kind(f, ['RandTransform']) for f in tfms)
+
+def _no_augmentation(learn, stack):
+    # transforms treat the training set as a validation set
+    if hasattr(ds := learn.dls.train.dataset, 'set_split_idx'):
+        stack.enter_context(ds.set_split_idx(1))
+
+# %% ../../nbs/fastai2/731_check.ipynb #b5523ef7
+def _batch_callbacks(learn):
+    "Return the callbacks that mix the items of training batches, or run user code in their steps."
+    return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
+            and any(runs_user_code(cb, e) for e in _inner_loop)]
+
+def _no_callbacks(learn, stack, kind):
+    learn.remove_cbs([cb for cb in _batch_callbacks(learn) if type(cb) is kind])
+
+# %% ../../nbs/fastai2/731_check.ipynb #6aa61b6e
 def reasons_for(learn,
     on_gpus # True if the workers have GPUs
 ):
@@ -224,46 +270,7 @@ def reasons_for(learn,
                                     "own part")
     return reasons
 
-# %% ../../nbs/fastai2/731_check.ipynb #92f57b12
-# Names under which layers that draw random numbers keep their probability
-_PROBABILITIES = 'p','embed_p','weight_p','dropout','drop_prob'
-
-def _dropouts(model):
-    "Return `(layer, name of its probability)` for each layer that draws random numbers."
-    found = [(m,k) for m in model.modules() for k in _PROBABILITIES]
-    return [(m,k) for m,k in found if isinstance(p := getattr(m, k, None), float) and 0 < p < 1]
-
-def _no_dropout(learn, stack):
-    # not 0: `F.dropout` would return the parameter itself, and `WeightDropout` add it to the model
-    for m,k in _dropouts(learn.model): setattr(m, k, 1e-30 if k == 'weight_p' else 0.)
-
-_BN = nn.modules.batchnorm._BatchNorm
-
-class FixedBatchNorm(Callback):
-    "Batch norm uses its running statistics in training, too"
-    def before_train(self):
-        for m in self.model.modules():
-            if isinstance(m, _BN): m.eval()
-
-def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
-
-def _augments(dl):
-    "Return True if a transform of a loader changes items at random."
-    pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
-    lists = getattr(getattr(dl,'dataset',None), 'tls', ())
-    tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
-    return any(is_kind(f, ['RandTransform']) for f in tfms)
-
-def _no_augmentation(learn, stack):
-    # transforms treat the training set as a validation set
-    if hasattr(ds := learn.dls.train.dataset, 'set_split_idx'):
-        stack.enter_context(ds.set_split_idx(1))
-
-def _batch_callbacks(learn):
-    "Return the callbacks that mix the items of training batches, or run user code in their steps."
-    return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
-            and any(runs_user_code(cb, e) for e in _inner_loop)]
-
+# %% ../../nbs/fastai2/731_check.ipynb #b7daa92c
 def _order(dl):
     "Return the indices that a loader reads in an epoch"
     if isinstance(dl, DataLoader): return list(dl.get_idxs())
@@ -288,14 +295,35 @@ def order_reasons(learn):
         "its own (such as np.random.default_rng() or random.Random()). Draw it from torch, numpy "
         "or random themselves, or give the generator a seed, to compare")}
 
-def _no_callbacks(learn, stack, kind):
-    learn.remove_cbs([cb for cb in _batch_callbacks(learn) if type(cb) is kind])
-
-# %% ../../nbs/fastai2/731_check.ipynb #8dd93006
+# %% ../../nbs/fastai2/731_check.ipynb #bc0fb45c
 _HINT = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
          "random numbers by itself, or is a metric not a mean over items? The page 'Same answer "
          "on N GPUs' says what can differ, and what to do.")
 
+def _verdict(
+    answer, # The `Answer` of the first comparison
+    compare_without # Called with reasons that can be removed, by name, as `_compare_without`
+):
+    "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
+    if answer.same: return "Same."
+    removable = {k:r for k,r in answer.reasons.items() if r.remove}
+    text = "Not the same"
+    if removable:
+        text += f", for reasons that are expected: {', '.join(removable)}"
+        second,stay = compare_without(removable)
+        if stay: text += f". The learner doesn't train without {', '.join(stay)}"
+        if second is not None:
+            rest = [k for k in removable if k not in stay]
+            them = ', '.join(rest) if stay else 'it' if len(rest) == 1 else 'them'
+            differ = [row for row in second if not row.same]
+            if not differ: return f"{text}. Without {them}: same."
+            text += f". Without {them}, {differ[0]}"
+    else: stay = []
+    others = stay+[k for k in answer.reasons if k not in removable]
+    if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
+    return f"{text}. {_HINT}"
+
+# %% ../../nbs/fastai2/731_check.ipynb #676f39ae
 def _trains_without(learn, reason):
     "Return False if a copy of `learn` fails in this process, in its first step, without a `Reason`"
     streams = CommonRNG.capture()
@@ -323,29 +351,7 @@ def _compare_without(learn, removable,
     rest = [r for k,r in removable.items() if k not in stay]
     return compare(rest) if rest else None, stay
 
-def _verdict(
-    answer, # The `Answer` of the first comparison
-    compare_without # Called with reasons that can be removed, by name, as `_compare_without`
-):
-    "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
-    if answer.same: return "Same."
-    removable = {k:r for k,r in answer.reasons.items() if r.remove}
-    text = "Not the same"
-    if removable:
-        text += f", for reasons that are expected: {', '.join(removable)}"
-        second,stay = compare_without(removable)
-        if stay: text += f". The learner doesn't train without {', '.join(stay)}"
-        if second is not None:
-            rest = [k for k in removable if k not in stay]
-            them = ', '.join(rest) if stay else 'it' if len(rest) == 1 else 'them'
-            differ = [row for row in second if not row.same]
-            if not differ: return f"{text}. Without {them}: same."
-            text += f". Without {them}, {differ[0]}"
-    else: stay = []
-    others = stay+[k for k in answer.reasons if k not in removable]
-    if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
-    return f"{text}. {_HINT}"
-
+# %% ../../nbs/fastai2/731_check.ipynb #7f192c2a
 def _check(learn, steps, tol, options):
     "As `distrib_check`; `learn.dls` has `loaders`."
     options = dict(batch='per_worker') | options

@@ -6,21 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
-import contextlib, itertools, time, warnings
-from typing import NamedTuple
+import contextlib, warnings
+from functools import partial
 
 import fastai.callback.schedule
-from fastai.callback.core import Callback, CancelFitException, CancelValidException
-from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastcore.basics import patch, store_attr
-from fastcore.foundation import L
+from fastcore.basics import patch
 
-from ..base import group
 from ..base.checks import check, check_all
-from ..base.device import visible_cores
-from ..base.errors import CantDistribute, RankRaised
-from ..base.rng import CommonRNG
+from ..base.errors import CantDistribute
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import start_job
@@ -29,15 +23,11 @@ from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, resume_points)
 from .session import Session
-from .snapshot import copy_of
-from ..launch.local import Local
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import wants_no_lines
-from ..output.replay import several, suppress_lines
 from ..shard.gathered_loss import check_loss
 from ..shard.gradients import DDP_CHECKS
-from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
 # Used here:
@@ -53,17 +43,9 @@ from ..shard.sharded import workers_per_rank
 #                       called in the notebook when an epoch's state has arrived
 #   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
 #   start_job           starts a `LearnerJob` of the call and returns it, while that goes on
-#   copy_of(learn)      -> a copy over the same datasets, without callbacks that write or show
 #
 # Below: the block; what is pickled of a learner in it; `distrib` and `distrib_resume`; the methods
-# `distrib_fit`, ...; `distrib_bench`. All of it runs in the notebook, but `Pace`.
-def _check_wait(wait, offload):
-    "Raise `CantDistribute` for values other than True and False, and for `offload` without a job."
-    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
-    if wait and offload:
-        raise CantDistribute("offload=True needs wait=False: it keeps the learner on the CPU until "
-                             "job.result(). A call that waits moves it there and back by itself.")
-
+# `distrib_fit`, ... All of it runs in the notebook.
 @patch
 @contextlib.contextmanager
 def distrib_ctx(self:Learner,
@@ -89,26 +71,13 @@ def distrib_ctx(self:Learner,
     """Run all training and inference of this learner inside the block on workers, which stay from
     call to call."""
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
-    if not wait: raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, "
-                                      "wait=False). A block waits for its fits.")
-    _check_wait(wait, offload)
-    check_loss(loss)
-    if checkpoint is not None: check('checkpoint', checkpoint, INTERVAL)
-    if keep == 'end' and (checkpoint or restarts):
-        raise CantDistribute("keep='end' keeps nothing before the end of the fit, from which "
-                             f"{'checkpoint=' if checkpoint else 'restarts='} could go on.")
+    _check_block(given)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
-    def overrides(launcher, n, gpus):
-        "Return the methods that replace the learner's own in the block, by name."
-        session = Session(self, launcher, n, gpus, rank_options, restarts,
-                          model_factory=model_factory, dls_factory=dls_factory,
-                          keeps_epochs=keep == 'epoch', asked_for=OPTIONS.non_defaults(given))
-        if checkpoint: session.on_epoch.append(checkpoint_writer(checkpoint))
-        return dict(fit=session.fit, _do_epoch_validate=session.validate)
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, given)
     opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
-                           overrides=overrides, is_quiet=wants_no_lines(self))
+                           overrides=partial(_overrides, self, given, rank_options),
+                           is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with with_loaders(self), claimed, opened: yield self
 
@@ -116,6 +85,36 @@ def distrib_ctx(self:Learner,
 Learner._distrib_ctx = Learner.distrib_ctx
 
 OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], extra_checks=DDP_CHECKS)
+
+# %% ../../nbs/fastai2/730_learner.ipynb #08c1cf1b
+def _check_wait(wait, offload):
+    "Raise `CantDistribute` for values other than True and False, and for `offload` without a job."
+    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
+    if wait and offload:
+        raise CantDistribute("offload=True needs wait=False: it keeps the learner on the CPU until "
+                             "job.result(). A call that waits moves it there and back by itself.")
+
+def _check_block(given):
+    "Raise `CantDistribute` for options of a block that can't be, or not with one another."
+    checkpoint = given['checkpoint']
+    if not given['wait']:
+        raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, wait=False). "
+                             "A block waits for its fits.")
+    _check_wait(given['wait'], given['offload'])
+    check_loss(given['loss'])
+    if checkpoint is not None: check('checkpoint', checkpoint, INTERVAL)
+    if given['keep'] == 'end' and (checkpoint or given['restarts']):
+        raise CantDistribute("keep='end' keeps nothing before the end of the fit, from which "
+                             f"{'checkpoint=' if checkpoint else 'restarts='} could go on.")
+
+# %% ../../nbs/fastai2/730_learner.ipynb #85114eea
+def _overrides(learn, given, rank_options, launcher, n, gpus):
+    "Return the methods that replace those of `learn` in a block on `n` workers, by name."
+    session = Session(learn, launcher, n, gpus, rank_options, given['restarts'],
+                      model_factory=given['model_factory'], dls_factory=given['dls_factory'],
+                      keeps_epochs=given['keep'] == 'epoch', asked_for=OPTIONS.non_defaults(given))
+    if given['checkpoint']: session.on_epoch.append(checkpoint_writer(given['checkpoint']))
+    return dict(fit=session.fit, _do_epoch_validate=session.validate)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 # fastai's, also if this module is loaded again and `Learner.__getstate__` is the one below
@@ -195,114 +194,3 @@ for _name in _INFERS:
 
 OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', _AFTER_FIT)
 OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', _AFTER_FIT)
-
-# %% ../../nbs/fastai2/730_learner.ipynb #b37e58d4
-class Measured(NamedTuple):
-    "One line of a `Bench`"
-    workers:int
-    batch:int       # Of one worker
-    num_workers:int # Loader processes of one worker
-    rate:float=0.   # Items per second of all workers; 0: there is not enough memory
-    without_data:float=0.   # The rate if no worker waited for data
-    epoch:float=0.  # Seconds that an epoch would take
-    def line(self,
-        best # The best rate in the table
-    ):
-        "Return its line in the table, whose bar shows the rate relative to the best one"
-        start = f"{self.workers:>7} {self.batch:>6} {self.num_workers:>11} "
-        if not self.rate: return start+"out of memory"
-        return (f"{start}{self.rate:>10,.0f} {self.without_data:>10,.0f} "
-                f"{self.rate/self.workers:>10,.0f} {self.epoch:>8,.1f} s  "
-                f"{'#'*round(20*self.rate/best)}")
-
-class Bench(list):
-    "The `Measured` lines of `distrib_bench`, and the number of workers that is worth it"
-    def best_rate(self): return max((o.rate for o in self), default=0.)
-    @property
-    def worth_it(self):
-        "The line of the fewest workers within a tenth of the best rate; None if none had memory."
-        good = [o for o in self if o.rate > .9*self.best_rate()]
-        return min(good, key=lambda o: o.workers, default=None)
-    def __str__(self):
-        lines = ["workers  batch num_workers    items/s no loading per worker      epoch",
-                 *(o.line(self.best_rate()) for o in self)]
-        if o := self.worth_it:
-            lines.append(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
-                         f"num_workers={o.num_workers}.")
-        return '\n'.join(lines)
-    __repr__ = __str__
-
-# %% ../../nbs/fastai2/730_learner.ipynb #8302493a
-@patch
-def distrib_bench(self:Learner,
-    nprocs=None, # Numbers of workers, such as (1,2,4). Default: powers of two, up to one per GPU
-    bs=None, # Batch sizes of one worker
-    num_workers=None, # Loader processes of one worker
-    steps:int=20, # Steps to time for each, after three to warm up
-    seconds:float=5. # At most this long for each
-):
-    """Train some steps with each choice and return a `Bench`: items per second (in all, without
-    waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
-    and random streams are unchanged."""
-    most = group.n_gpus() or visible_cores()
-    ns = [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
-    if bs is not None or num_workers is not None:
-        ns = [most]     # other loaders are tried with one number of workers
-        if not isinstance(self.dls.loaders[0], DataLoader):
-            raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
-    res = Bench()
-    for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
-        learn = copy_of(self)
-        for dl in learn.dls.loaders:
-            if b is not None: dl.bs = b
-            if w is not None: dl.fake_l.num_workers = w
-        res.append(_measure(learn, n, Pace(steps, seconds)))
-    return res
-
-def _measure(learn, n, pace):
-    "Train `learn` on `n` workers, and return the `Measured` line."
-    dl = learn.dls.loaders[0]
-    size = getattr(dl, 'bs', None) or dl.batch_size
-    num_workers = workers_per_rank(getattr(dl, 'fake_l', dl).num_workers, n)
-    streams = CommonRNG.capture()
-    try:
-        with suppress_lines(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
-    except RankRaised as e:
-        # the traceback may have these words, too, in a line of code
-        if 'out of memory' not in e.failure.message.lower(): raise
-        return Measured(n, size, num_workers)
-    finally: streams.install()
-    if not pace.items: raise CantDistribute("No step was timed: a callback ended the fit.")
-    rate = pace.items/pace.seconds
-    without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
-    return Measured(n, size, num_workers, rate, without_data, len(dl)*size/rate)
-
-# %% ../../nbs/fastai2/730_learner.ipynb #f88ca335
-_N_WARM_UP = 3      # steps before those that are timed
-
-class Pace(Callback):
-    "Time training steps on each rank, then end the fit"
-    order = 2_000_000       # after all that belongs to a step
-    done = 0        # steps, with those to warm up
-    items = 0       # of all ranks, in the timed steps
-    seconds = 0.    # that the timed steps took
-    waited = 0.     # seconds of these for which this rank waited for data
-    def __init__(self,
-        steps, # To time; the fit ends after them
-        most_seconds # The fit ends after this time, too
-    ): store_attr()
-    def after_batch(self):
-        now = time.perf_counter()
-        clock = self.learn._call_one.together.clock
-        waited = clock.seconds['data']+clock.ranks.seconds['data']
-        self.done += 1
-        if self.done <= _N_WARM_UP:
-            self.began = now
-            self.waited_before = waited
-            return
-        self.items += self.dl.counts[self.iter][1]
-        self.seconds = now-self.began
-        self.waited = waited-self.waited_before
-        if self.done >= _N_WARM_UP+self.steps or self.seconds > self.most_seconds:
-            raise CancelFitException
-    def before_validate(self): raise CancelValidException

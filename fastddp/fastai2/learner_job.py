@@ -22,7 +22,7 @@ from .parts import PARTS
 from .snapshot import apply, baseline, capture, persistent_refs, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.local import refuse_busy, refuse_gpus_of_others
+from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
 from ..launch.session import offloaded, on_gpus
 from ..output.replay import print_line

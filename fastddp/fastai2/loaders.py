@@ -338,14 +338,19 @@ def check_dl(dl,         # A loader
     why = why_not(dl)
     if not why:
         try: bs,steps = step_sizes(dl, world_size, batch)
-        except TypeError: why = ("it has no length, and `fit` asks for it. Give its dataset or "
-                                 "sampler a `__len__`.")
+        except TypeError: why = _no_length(dl)
         else:
             if train: why = too_few(bs, steps)
     if why: refuse_loader(name, world_size, why)
     reads_all = why_whole(dl, batch)
     if reads_all and train: print_line(f"{name}: every worker reads all of this {_kind(dl)} and "
                                        f"takes its part, since {reads_all}. {_FASTER}")
+
+def _no_length(dl):
+    "Return what a loader of unknown length is refused with"
+    way_out = "Give its dataset or sampler a `__len__`"
+    if isinstance(dl, DataLoader): way_out += ", or set its `n` to the number of items"
+    return f"it has no length, and `fit` asks for it. {way_out}."
 
 def _kind(dl): return type(dl).__name__
 

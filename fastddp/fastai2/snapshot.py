@@ -28,28 +28,15 @@ from ..payload.state import (
 from ..shard.sharded import is_sharded, write_back
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
+# No function here is a collective: the notebook sends and applies, each rank unpacks, and rank 0
+# captures. `twin` and `copy_of` make copies in the notebook's process.
+#
 # Used here:
-#   PARTS           what a learner consists of, and how each part is sent, set and tracked
-#   dump_snapshot(obj, roots, context)  -> `Payload` of `obj` as it is inside `context`, with random
-#                   streams and patches. `NotPicklable` names the first path of `roots` to the cause
-#   ChangeTracker(groups, is_kept, refs)  notes what the objects hold, for `PARTS.changes`. Without
-#                   `refs`, all that would be compared by contents counts as changed
-#   dump_state(state, rest, tracker, refs)  -> `Payload` of two dicts. Changes that can't be pickled
-#                   are taken out of `rest`, which names them
-#   load_state(meta, buffers, refs, model)  -> both dicts; `rest` is {} if it can't be loaded. None
-#                   if `model` has no place for some weights. It warns of both
-#
-# A learner's way to the ranks and back. No function here is a collective:
-#
-#     notebook                                each rank
-#     snapshot ------- the learner ---------> unpack
-#                                             baseline: notes all attributes, before the job adds
-#                                                 anything of ours to the learner
-#     apply <--- what differs from them ----- capture: on rank 0 alone, at the end of each epoch
-#                                                 and of the job
-#
-# The notebook keeps the last state that arrived, and applies it when the job is over or has failed.
-# `twin` and `copy_of` make copies in the notebook's process, by the first half of this way.
+#   PARTS.refs(learn, cbs)    the objects that both sides have; `groups` has them by part
+#   .is_kept                  says which attributes aren't sent back
+#   .sent, .receive           what the pickle of a learner lacks, and how a rank completes it
+#   .state, .set              weights and optimizer, which are copied in place
+#   .changes, .rest, .set_rest    everything else that has changed
 
 def persistent_refs(learn,
     cbs=() # Callbacks that a fit was given
@@ -64,13 +51,44 @@ def loader_refs(learn,
     return [*persistent_refs(learn), dl, getattr(dl, 'dataset', None)]
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #67b6136a
-# In the notebook. A snapshot is a dict that is pickled here, and that `unpack` gets on each rank:
+# In the notebook. The dict of a snapshot:
 #
 #     learn, cbs, call            the arguments of `snapshot`
 #     factories, state            what makes model and loaders there, and the weights for the model
 #     parts                       what the pickle of the learner lacks, by part; {} for a validation
 #     rng, patches, definitions   random streams and what cells define; `dump_snapshot` adds them
+def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
+    "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
+    parts = PARTS.sent(learn) if training else {}
+    state = None
+    if model_factory:
+        parts.pop('hooks', None)        # they are for the notebook's parameters
+        state = PARTS.state(learn, PARTS.groups(learn, cbs))
+        if not training: del state['opt']
+    return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
+                parts=parts, state=state)
 
+def _hooks_in(obj): return obj['parts']['hooks'][1] if 'hooks' in obj['parts'] else {}
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #793342df
+@contextmanager
+def _as_sent(obj, training=True):
+    "Inside, the learner of `obj`, which `_contents` made, lacks what isn't sent to the workers."
+    learn = obj['learn']
+    model_factory,dls_factory = obj['factories']
+    with ExitStack() as undo:
+        enter = undo.enter_context
+        # what the last loop left: its order, and its iterator if it was interrupted
+        for o in (*learn.dls.loaders, vars(learn).get('dl'), obj['call'].get('dl')):
+            if isinstance(o, DataLoader): enter(without_attrs(o, '_DataLoader__idxs', 'it'))
+        for o in () if training else opt_and_wrapped(learn.opt):
+            if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
+        # from here on, the learner may have no loaders and no optimizer
+        if dls_factory: enter(without_attrs(learn, 'dls', 'dl'))
+        if model_factory: enter(without_attrs(learn, 'model', 'opt'))
+        yield
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #5a6cca84
 def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
@@ -91,36 +109,7 @@ def _named_parts(learn, cbs,
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
     return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
-def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
-    "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
-    parts = PARTS.sent(learn) if training else {}
-    state = None
-    if model_factory:
-        parts.pop('hooks', None)        # they are for the notebook's parameters
-        state = PARTS.state(learn, PARTS.groups(learn, cbs))
-        if not training: del state['opt']
-    return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-                parts=parts, state=state)
-
-def _hooks_in(obj): return obj['parts']['hooks'][1] if 'hooks' in obj['parts'] else {}
-
-@contextmanager
-def _as_sent(obj, training=True):
-    "Inside, the learner of `obj`, which `_contents` made, lacks what isn't sent to the workers."
-    learn = obj['learn']
-    model_factory,dls_factory = obj['factories']
-    with ExitStack() as undo:
-        enter = undo.enter_context
-        # what the last loop left: its order, and its iterator if it was interrupted
-        for o in (*learn.dls.loaders, vars(learn).get('dl'), obj['call'].get('dl')):
-            if isinstance(o, DataLoader): enter(without_attrs(o, '_DataLoader__idxs', 'it'))
-        for o in () if training else opt_and_wrapped(learn.opt):
-            if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
-        # from here on, the learner may have no loaders and no optimizer
-        if dls_factory: enter(without_attrs(learn, 'dls', 'dl'))
-        if model_factory: enter(without_attrs(learn, 'model', 'opt'))
-        yield
-
+# %% ../../nbs/fastai2/721_snapshot.ipynb #12a941a3
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
@@ -147,25 +136,6 @@ def snapshot(
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #02d9d924
 # On each rank, before the job
-def place(learn, device):
-    """Move model, loss and optimizer state to `device`, and have the loaders put their batches
-    there."""
-    PARTS.receive(learn, {}, device)
-
-def unpack(
-    obj, # What `snapshot` has pickled: a dict
-    device # Of this rank
-):
-    "Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`."
-    learn = obj['learn']
-    model_factory,dls_factory = obj['factories']
-    if dls_factory: learn.dls = _new_dls(dls_factory)
-    if model_factory: _new_model(learn, model_factory, obj['state'])
-    CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
-    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
-    PARTS.receive(learn, obj['parts'], device)
-    return learn, obj['cbs'], obj['call']
-
 def _new_dls(factory):
     "Return the `DataLoaders` of a `dls_factory`; refuse anything else."
     dls = factory()
@@ -189,6 +159,31 @@ def _new_model(learn, factory, state):
     set_model_state(learn.model, state['model'])
     learn.create_opt()
     if state.get('opt'): set_opt_state(learn.opt, *state['opt'][0])
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f7f53594
+def place(learn, device):
+    """Move model, loss and optimizer state to `device`, and have the loaders put their batches
+    there."""
+    PARTS.receive(learn, {}, device)
+
+def unpack(
+    obj, # What `snapshot` has pickled: a dict
+    device # Of this rank
+):
+    "Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`."
+    learn = obj['learn']
+    model_factory,dls_factory = obj['factories']
+    if dls_factory: learn.dls = _new_dls(dls_factory)
+    if model_factory: _new_model(learn, model_factory, obj['state'])
+    CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
+    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
+    PARTS.receive(learn, obj['parts'], device)
+    return learn, obj['cbs'], obj['call']
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
+def home_of(learn):
+    "Return the device to which a local fit moves the model"
+    return getattr(learn.dls, 'device', None) or device_of(learn.model)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
 # Copies of a learner in the notebook's process
@@ -214,11 +209,6 @@ def copy_of(learn):
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
     res.logger = noop
     return res
-
-# %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
-def home_of(learn):
-    "Return the device to which a local fit moves the model"
-    return getattr(learn.dls, 'device', None) or device_of(learn.model)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 # What a job has changed

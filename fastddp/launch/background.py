@@ -12,7 +12,7 @@ from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton, with_context
-from .local import running_jobs
+from .held_gpus import running_jobs
 from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
@@ -22,7 +22,7 @@ from ..output.replay import Panel, frontend, print_line, show_in
 #   StopButton.press()          counts as Ctrl-C in the thread that is `in_thread`
 #   streams_apart(state)        in this thread, `CommonRNG` captures and installs the dict that it
 #                               yields, not the notebook's global streams
-#   running_jobs                of `local`: each `BackgroundJob` that has not ended
+#   running_jobs                of `held_gpus`: each `BackgroundJob` that has not ended
 #   LearnerJob                  the subclass in `fastai2.learner_job`; `ranch` makes plain jobs
 
 _numbers = itertools.count(1)

@@ -147,6 +147,40 @@ def _run_as_rank(rank, nprocs, fn, args, kwargs, ctx, store, make_job):
     if nprocs == 1: return [engine().run_alone()]
     return _run(make_job(), nprocs, (), engine)
 
+# %% ../../nbs/launch/514_functions.ipynb #08f47335
+CHECKS = dict(
+    nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),
+    fn=Check("the function to call, then its arguments", callable),
+    caller_rank=whole("the rank of this process; None leaves it out", optional=True),
+    ctx=Check("a context manager, such as TorchDDPCtx()",
+              lambda v: v is None or hasattr(type(v), '__enter__')),
+    wait=FLAG,
+    need=Check("names of notebook objects in one string, such as 'x, y'",
+               lambda v: isinstance(v, str)))
+
+def _check_call(nprocs, fn, caller_rank, imports, wait, **others):
+    "Raise `CantDistribute`, before anything starts, for arguments that `ranch` can't have"
+    exchanged = callable(nprocs) and is_whole(fn)
+    if exchanged:
+        name = getattr(nprocs, '__name__', 'fn')
+        raise CantDistribute(f"The number of processes comes first: ranch({fn}, {name}).")
+    check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, wait=wait, **others), CHECKS)
+    _parsed(imports)
+    if caller_rank is None: return
+    if not wait:
+        raise CantDistribute("wait=False: this process is no rank of a background job. Pass "
+                             "caller_rank=None.")
+    if 0 <= caller_rank < nprocs: return
+    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None "
+                         "leaves this process out.")
+
+def _check_no_group():
+    "Raise `CantDistribute` if this process is a rank already"
+    if group.in_group():
+        raise CantDistribute("This process is a rank of a process group already, as in a cell of "
+                             "%%dip or under torchrun. Pass caller_rank=None: then all ranks are "
+                             "new processes.")
+
 # %% ../../nbs/launch/514_functions.ipynb #a8046ec4
 def ranch(
     nprocs, # Processes
@@ -186,39 +220,6 @@ def ranch(
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()
     return BackgroundJob(f"ranch({nprocs}, {getattr(fn, '__name__', 'fn')})", run).start()
-
-CHECKS = dict(
-    nprocs=whole("a whole number of processes, at least one and at most 1024", 1, 1024),
-    fn=Check("the function to call, then its arguments", callable),
-    caller_rank=whole("the rank of this process; None leaves it out", optional=True),
-    ctx=Check("a context manager, such as TorchDDPCtx()",
-              lambda v: v is None or hasattr(type(v), '__enter__')),
-    wait=FLAG,
-    need=Check("names of notebook objects in one string, such as 'x, y'",
-               lambda v: isinstance(v, str)))
-
-def _check_call(nprocs, fn, caller_rank, imports, wait, **others):
-    "Raise `CantDistribute`, before anything starts, for arguments that `ranch` can't have"
-    exchanged = callable(nprocs) and is_whole(fn)
-    if exchanged:
-        name = getattr(nprocs, '__name__', 'fn')
-        raise CantDistribute(f"The number of processes comes first: ranch({fn}, {name}).")
-    check_all(dict(nprocs=nprocs, fn=fn, caller_rank=caller_rank, wait=wait, **others), CHECKS)
-    _parsed(imports)
-    if caller_rank is None: return
-    if not wait:
-        raise CantDistribute("wait=False: this process is no rank of a background job. Pass "
-                             "caller_rank=None.")
-    if 0 <= caller_rank < nprocs: return
-    raise CantDistribute(f"caller_rank={caller_rank} is not among the ranks 0 to {nprocs-1}; None "
-                         "leaves this process out.")
-
-def _check_no_group():
-    "Raise `CantDistribute` if this process is a rank already"
-    if group.in_group():
-        raise CantDistribute("This process is a rank of a process group already, as in a cell of "
-                             "%%dip or under torchrun. Pass caller_rank=None: then all ranks are "
-                             "new processes.")
 
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:

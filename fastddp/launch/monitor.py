@@ -10,10 +10,7 @@ import os, re, signal
 from time import monotonic
 from typing import NamedTuple
 
-try: import psutil
-except ImportError: psutil = None
-
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, RankDied, RankRaised
@@ -21,80 +18,9 @@ from ..base.failure import (
     first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
-from ..output.replay import Replay, StatusLine, frontend, print_line
-from ..base.device import device_module
+from .load import load_line
+from ..output.replay import Replay, print_line
 from ..payload.pickling import load
-
-# %% ../../nbs/launch/503_monitor.ipynb #dc029eee
-# Used here:
-#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
-#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
-#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
-#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
-#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
-#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
-#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
-#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
-#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
-#                                   other rank ended), each by time
-#   job_stack(report)               a rank's stack from faulthandler's report; '' without one
-#   waits_for_ranks(stack)          True if that rank waits for others
-#
-# In order: the line of load; the end of a log; `Monitor`.
-
-# The line of load
-_PERIOD = 3.    # seconds between two readings of the workers' load
-
-def _gpu_text(gpu):
-    "Return as text what a GPU does; empty where torch can't say"
-    if gpu is None: return ''
-    module = device_module()
-    try:
-        nbytes = module.device_memory_used(gpu)
-        return f", GPU {module.utilization(gpu)}%, {nbytes/2**30:.1f} GB"
-    except Exception: return ''     # without pynvml, say, or not a kind of GPU that torch reads
-
-class LoadLine:
-    "A line of a notebook that shows the load of each worker, until it is closed"
-    def __init__(self,
-        pids, # Rank -> process
-        gpus # Rank -> its GPU, or None
-    ):
-        store_attr()
-        self.status = StatusLine()
-        self.read_at = monotonic()
-        self.procs = {}     # pid -> its `psutil.Process`
-        for pid in pids.values(): self._use_of(pid)
-    def _use_of(self, pid):
-        """Return the CPU time of a process since the last call in percent, and its memory in bytes;
-        0 at its first call, and if it has ended"""
-        try:
-            p = self.procs[pid] = self.procs.get(pid) or psutil.Process(pid)
-            return p.cpu_percent(), p.memory_info().rss
-        except psutil.Error: return 0., 0
-    def refresh(self):
-        "Show the load since the last reading, if that is long enough ago"
-        if monotonic()-self.read_at < _PERIOD: return
-        self.read_at = monotonic()
-        # one look at all processes of the machine, which may have thousands
-        parents = {o.pid:o.info['ppid'] for o in psutil.process_iter(['ppid'])}
-        texts = []
-        for r,pid in self.pids.items():
-            # the worker and its loader processes
-            family = [pid, *(child for child,parent in parents.items() if parent == pid)]
-            percent,nbytes = map(sum, zip(*map(self._use_of, family)))
-            texts.append(f"rank {r}: CPU {percent:.0f}%, {nbytes/2**30:.1f} GB"
-                         f"{_gpu_text(self.gpus.get(r))}")
-        self.status.show('   '.join(texts))
-    def close(self): self.status.show('')
-
-def load_line(local):
-    "The `LoadLine` of an engine's workers; None outside of notebooks, and without psutil"
-    procs = getattr(local.workers, 'procs', {})     # those of other machines are not read
-    if not (procs and local.live and local.see): return None
-    if psutil is None or frontend() != 'notebook': return None
-    return LoadLine({r:p.pid for r,p in procs.items()},
-                    dict(enumerate(local._gpus(len(procs)))))
 
 # %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
 # The end of a log
@@ -115,25 +41,24 @@ def tail(
 _MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
 _LIST_MOST = 50_000
 
-# %% ../../nbs/launch/503_monitor.ipynb #5ce14c60
+# %% ../../nbs/launch/503_monitor.ipynb #ea85b5b6
+# Used here:
+#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
+#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
+#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
+#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
+#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
+#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
+#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
+#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
+#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
+#                                   other rank ended), each by time
+#   job_stack(report)               a rank's stack from faulthandler's report; '' without one
+#   waits_for_ranks(stack)          True if that rank waits for others
+#
+# In order: the end of a log; `Monitor`, a section at a time, as its docstring has them.
+
 _BEFORE = 'before its first step'
-_STANDSTILL = 60.   # seconds without a step after which it is looked for a cause
-
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-
-def users_line(stack):
-    "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
-    frames = [_FRAME.match(o) for o in stack.split('\n')]
-    lines = [o.groups() for o in frames if o and is_user_file(o[1])]
-    return f"line {lines[0][1]} of {place(lines[0][0])}, {lines[0][2]}" if lines else ''
-
-_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
-
-class _Look(NamedTuple):
-    "A look at a standstill: a rank that others wait for was asked for its stack"
-    last_beat:float     # time of the last step
-    rank:int|None       # None: none was asked, or its stack has come
-    start:int           # where its log ended
 
 class Monitor:
     """One wait of the notebook for one job, which the engine has submitted. Who calls what:
@@ -177,196 +102,254 @@ class Monitor:
         self.has_told = False           # True once a line has told of one
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
-    def wait(self):
-        """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
-        wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
-        state that rank 0 put last as its `state`. The ranks may still run then"""
-        try:
-            self._watch()
-            results = []
-            for r in self.workers.ranks:
-                block,packed = self.workers.latest[r,'result']
-                results.append(load(packed.meta, block.read(packed, copy=True)))
-        # the notebook's own failures, too, such as a closed output
-        except BaseException as e:
-            add_state(e, self._latest)
-            raise
-        latest = self._latest
-        return Outcome(results, bool(self.interrupts.count),
-                       latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                       'cut' in latest, self.phase_ends, self.imports)
 
-    # The loop
-    def _watch(self):
-        "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
-        try:
-            while self.running_ranks and not (self.ends['died'] or self._failures()):
-                limit = self.engine.timeout     # which may be changed while the job runs
-                last_beat = max([self.began, *(b.at for b in self._beats().values())])
-                if limit and monotonic()-last_beat > limit: raise self.hang()
-                if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
-                self._turn()
-            if self.ends['failed'] or self.ends['died']: raise self._failure()
-        finally:
-            self.replay.close()
-            if self.load_line: self.load_line.close()
-    def _turn(self):
-        "Wait a moment for news, show what there is, and act on the stop button"
-        for news in self._news(): self._handle(*news)
-        self.replay.flush()
-        if self.load_line: self.load_line.refresh()
-        if self.interrupts.count: self._interrupted()
-    def _news(self):
-        "Wait a moment for reports, and return them, as `Workers.poll` does"
-        return self.workers.poll(.05)
-    def _handle(self, rank, what, said=None, *_):
-        "Act on one report of `Workers.poll`"
-        if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
-        # the first end counts: a rank that failed may die then
-        if what in self.ends and rank in self.running_ranks: self.ends[what][rank] = said
-        if what != 'event': return
-        kind,event = said
-        if kind == 'show': self.replay.add(rank, event)
-        elif kind == 'phase_ends': self.phase_ends += event
-        elif kind == 'imports':
-            # all ranks import the same
-            if not self.imports: note_imports(event)
-            self.imports = self.imports or event
-        else: self.on_event(rank, event)
+# %% ../../nbs/launch/503_monitor.ipynb #98a25fa1
+@patch(as_prop=True)
+def running_ranks(self:Monitor):
+    "The ranks that have not ended"
+    ended = {r for of_ranks in self.ends.values() for r in of_ranks}
+    return [r for r in self.ranks if r not in ended]
 
-    # What is known of the ranks
-    @property
-    def running_ranks(self):
-        "The ranks that have not ended"
-        ended = {r for of_ranks in self.ends.values() for r in of_ranks}
-        return [r for r in self.ranks if r not in ended]
-    @property
-    def _latest(self):
-        "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
-        return {kind:(packed.meta, block.read(packed))
-                for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
-    def _beats(self):
-        "Return the last `Heartbeat` of each rank that is still at work"
-        return {r:self._beat(r) for r in self.running_ranks}
-    def _beat(self, r): return self.workers.beat(r)
-    def _stack(self, r, start):
-        "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
-        return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
-    def _failures(self):
-        """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
-        KeyboardInterrupt: that is an answer, and no failure"""
-        is_asked = self.stop_asked_at is not None
-        return [f for f in self.ends['failed'].values()
-                if not (is_asked and f.kind == 'KeyboardInterrupt')]
-    def _log_size(self, r):
-        "Return how many bytes the log of rank `r` has"
-        path = self.workers.log_path(r)
-        return os.path.getsize(path) if os.path.exists(path) else 0
-    def _log(self, r, n=3000):
-        "Return the last `n` bytes of what rank `r` wrote to its log during this job"
-        return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
+@patch(as_prop=True)
+def _latest(self:Monitor):
+    "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
+    return {kind:(packed.meta, block.read(packed))
+            for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
 
-    # The stop button
-    def _interrupted(self):
-        """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second
-        interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
-        take as long as it needs"""
-        beats = self._beats().values()
-        self._ask_to_stop()
-        longest_step = max((b.longest for b in beats), default=0.)
-        waited = monotonic()-self.stop_asked_at
-        is_late = waited > self.engine.interrupt_grace+longest_step
-        is_stuck = is_late and not any(b.leaving for b in beats)
-        if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
-    def _ask_to_stop(self):
-        """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
-        interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
-        """
-        if self.stop_asked_at is not None: return
-        self.stop_asked_at = monotonic()
-        self.workers.ask_stop()
+@patch
+def _beats(self:Monitor):
+    "Return the last `Heartbeat` of each rank that is still at work"
+    return {r:self._beat(r) for r in self.running_ranks}
 
-    # Failures
-    def _look(self, last_beat):
-        """Print a line if ranks wait for one that waits in a collective, which they never come to.
-        Called again and again while no rank makes a step; looks once at each such time"""
-        if self.looked is None or self.looked.last_beat != last_beat:
-            awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
-            rank = min(awaited & {*self.workers.ranks}, default=None)
-            start = 0 if rank is None else self._log_size(rank)
-            self.looked = _Look(last_beat, rank, start)
-            if rank is not None: self.workers.ask_stacks([rank])
-        rank = self.looked.rank
-        stack = '' if rank is None else self._stack(rank, self.looked.start)
-        if not stack: return
-        self.looked = self.looked._replace(rank=None)
-        if not waits_for_ranks(stack) or self.has_told: return
-        self.has_told = True
-        beats = self._beats()
-        others = [r for r,b in beats.items() if b.waits_for == rank]
-        limit = self.engine.timeout
-        print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
-                   f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
-                   f"), and {'rank' if len(others) == 1 else 'ranks'} "
-                   f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
-                   +(f"; the fit ends after {limit:.0f} s." if limit else "."))
-    def hang(self):
-        """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
-        rank that has not ended"""
-        beats = self._beats()
-        starts = {r:self._log_size(r) for r in beats}
-        def stack(r): return self._stack(r, starts[r])
-        self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
-        end = monotonic()+5.
-        while monotonic() < end and not all(stack(r) for r in beats): self._turn()
-        stacks = {r:stack(r) for r in beats}
-        awaited = {b.waits_for for b in beats.values()}
-        # A rank without a stack comes first, then one that others wait for, then one that doesn't
-        # wait (False sorts before True)
-        def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
-        first,*others = sorted(beats, key=order)
-        lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
-                 for r in (first, *others)]
-        return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
-    def _failure(self):
-        """Return the exception for the first failure; the ranks that still run get .5 s to report
-        theirs"""
-        end = monotonic()+.5
-        while self.running_ranks and monotonic() < end: self._turn()
-        died = self.ends['died']
-        failed = first_failure(self._failures())
-        # all ended as they were asked to, some of them by a KeyboardInterrupt
-        if not (failed or died): return KeyboardInterrupt()
-        # a collective timed out; the rank that it waited for still runs
-        if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
-        # a connection breaks for the other ranks when one dies
-        is_by_death = died and (not failed or is_echo(failed[0]))
-        if is_by_death: err = self._death(*next(iter(died.items())))
-        else: err = self._raised(*failed)
-        err.others = tuple(map(str, failed if is_by_death else failed[1:]))
-        return err
-    def _death(self, r, code):
-        "Return the exception for the death of rank `r`"
-        where = self._beat(r).where or _BEFORE
-        if code == HELPER_ENDED:
-            code = -signal.SIGKILL
-            where += "; the helper process was killed, and it with it"
-        return RankDied(r, code, where, self._log(r), self.workers.host(r))
-    def _raised(self, failure, *later):
-        """Return the exception for a `Failure`; its cause is the original one if it can be loaded.
-        It is of that one's class, too, unless another rank raised something else"""
-        original = load_exception(failure.original)
-        alike = all(f.kind == failure.kind or is_echo(f) for f in later)
-        err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
-        err.__cause__ = original
-        err.log = self._log(err.rank, 1000)
-        return err
-    def become_idle(self, seconds):
-        """After a failure: ask the ranks that still run to stop. Return True if all are alive and
-        have ended the job within `seconds`; a rank that waits in a collective can't"""
-        if self.running_ranks: self._ask_to_stop()
-        end = monotonic()+seconds
-        while self.running_ranks and not self.ends['died'] and monotonic() < end:
-            for news in self.workers.poll(.05): self._handle(*news)
-        self.replay.close()     # shows what came since the end of `wait`
-        return not (self.running_ranks or self.ends['died'])
+@patch
+def _beat(self:Monitor, r): return self.workers.beat(r)
+
+@patch
+def _stack(self:Monitor, r, start):
+    "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
+    return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
+
+@patch
+def _failures(self:Monitor):
+    """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
+    KeyboardInterrupt: that is an answer, and no failure"""
+    is_asked = self.stop_asked_at is not None
+    return [f for f in self.ends['failed'].values()
+            if not (is_asked and f.kind == 'KeyboardInterrupt')]
+
+@patch
+def _log_size(self:Monitor, r):
+    "Return how many bytes the log of rank `r` has"
+    path = self.workers.log_path(r)
+    return os.path.getsize(path) if os.path.exists(path) else 0
+
+@patch
+def _log(self:Monitor, r, n=3000):
+    "Return the last `n` bytes of what rank `r` wrote to its log during this job"
+    return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
+
+# %% ../../nbs/launch/503_monitor.ipynb #d420991b
+@patch
+def _watch(self:Monitor):
+    "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
+    try:
+        while self.running_ranks and not (self.ends['died'] or self._failures()):
+            limit = self.engine.timeout     # which may be changed while the job runs
+            last_beat = max([self.began, *(b.at for b in self._beats().values())])
+            if limit and monotonic()-last_beat > limit: raise self.hang()
+            if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
+            self._turn()
+        if self.ends['failed'] or self.ends['died']: raise self._failure()
+    finally:
+        self.replay.close()
+        if self.load_line: self.load_line.close()
+
+@patch
+def _turn(self:Monitor):
+    "Wait a moment for news, show what there is, and act on the stop button"
+    for news in self._news(): self._handle(*news)
+    self.replay.flush()
+    if self.load_line: self.load_line.refresh()
+    if self.interrupts.count: self._interrupted()
+
+@patch
+def _news(self:Monitor):
+    "Wait a moment for reports, and return them, as `Workers.poll` does"
+    return self.workers.poll(.05)
+
+@patch
+def _handle(self:Monitor, rank, what, said=None, *_):
+    "Act on one report of `Workers.poll`"
+    if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
+    # the first end counts: a rank that failed may die then
+    if what in self.ends and rank in self.running_ranks: self.ends[what][rank] = said
+    if what != 'event': return
+    kind,event = said
+    if kind == 'show': self.replay.add(rank, event)
+    elif kind == 'phase_ends': self.phase_ends += event
+    elif kind == 'imports':
+        # all ranks import the same
+        if not self.imports: note_imports(event)
+        self.imports = self.imports or event
+    else: self.on_event(rank, event)
+
+# %% ../../nbs/launch/503_monitor.ipynb #d94cedc3
+@patch
+def _interrupted(self:Monitor):
+    """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second
+    interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
+    take as long as it needs"""
+    beats = self._beats().values()
+    self._ask_to_stop()
+    longest_step = max((b.longest for b in beats), default=0.)
+    waited = monotonic()-self.stop_asked_at
+    is_late = waited > self.engine.interrupt_grace+longest_step
+    is_stuck = is_late and not any(b.leaving for b in beats)
+    if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
+
+@patch
+def _ask_to_stop(self:Monitor):
+    """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
+    interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
+    """
+    if self.stop_asked_at is not None: return
+    self.stop_asked_at = monotonic()
+    self.workers.ask_stop()
+
+# %% ../../nbs/launch/503_monitor.ipynb #d950b082
+_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
+
+def users_line(stack):
+    "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
+    frames = [_FRAME.match(o) for o in stack.split('\n')]
+    lines = [o.groups() for o in frames if o and is_user_file(o[1])]
+    return f"line {lines[0][1]} of {place(lines[0][0])}, {lines[0][2]}" if lines else ''
+
+_NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
+
+@patch
+def hang(self:Monitor):
+    """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
+    rank that has not ended"""
+    beats = self._beats()
+    starts = {r:self._log_size(r) for r in beats}
+    def stack(r): return self._stack(r, starts[r])
+    self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
+    end = monotonic()+5.
+    while monotonic() < end and not all(stack(r) for r in beats): self._turn()
+    stacks = {r:stack(r) for r in beats}
+    awaited = {b.waits_for for b in beats.values()}
+    # A rank without a stack comes first, then one that others wait for, then one that doesn't
+    # wait (False sorts before True)
+    def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
+    first,*others = sorted(beats, key=order)
+    lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
+             for r in (first, *others)]
+    return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
+
+# %% ../../nbs/launch/503_monitor.ipynb #5208d58c
+_STANDSTILL = 60.   # seconds without a step after which it is looked for a cause
+
+class _Look(NamedTuple):
+    "A look at a standstill: a rank that others wait for was asked for its stack"
+    last_beat:float     # time of the last step
+    rank:int|None       # None: none was asked, or its stack has come
+    start:int           # where its log ended
+
+@patch
+def _look(self:Monitor, last_beat):
+    """Print a line if ranks wait for one that waits in a collective, which they never come to.
+    Called again and again while no rank makes a step; looks once at each such time"""
+    if self.looked is None or self.looked.last_beat != last_beat:
+        awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
+        rank = min(awaited & {*self.workers.ranks}, default=None)
+        start = 0 if rank is None else self._log_size(rank)
+        self.looked = _Look(last_beat, rank, start)
+        if rank is not None: self.workers.ask_stacks([rank])
+    rank = self.looked.rank
+    stack = '' if rank is None else self._stack(rank, self.looked.start)
+    if not stack: return
+    self.looked = self.looked._replace(rank=None)
+    if not waits_for_ranks(stack) or self.has_told: return
+    self.has_told = True
+    beats = self._beats()
+    others = [r for r,b in beats.items() if b.waits_for == rank]
+    limit = self.engine.timeout
+    print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
+               f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
+               f"), and {'rank' if len(others) == 1 else 'ranks'} "
+               f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
+               +(f"; the fit ends after {limit:.0f} s." if limit else "."))
+
+# %% ../../nbs/launch/503_monitor.ipynb #ef3f266e
+@patch
+def _failure(self:Monitor):
+    """Return the exception for the first failure; the ranks that still run get .5 s to report
+    theirs"""
+    end = monotonic()+.5
+    while self.running_ranks and monotonic() < end: self._turn()
+    died = self.ends['died']
+    failed = first_failure(self._failures())
+    # all ended as they were asked to, some of them by a KeyboardInterrupt
+    if not (failed or died): return KeyboardInterrupt()
+    # a collective timed out; the rank that it waited for still runs
+    if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
+    # a connection breaks for the other ranks when one dies
+    is_by_death = died and (not failed or is_echo(failed[0]))
+    if is_by_death: err = self._death(*next(iter(died.items())))
+    else: err = self._raised(*failed)
+    err.others = tuple(map(str, failed if is_by_death else failed[1:]))
+    return err
+
+@patch
+def _death(self:Monitor, r, code):
+    "Return the exception for the death of rank `r`"
+    where = self._beat(r).where or _BEFORE
+    if code == HELPER_ENDED:
+        code = -signal.SIGKILL
+        where += "; the helper process was killed, and it with it"
+    return RankDied(r, code, where, self._log(r), self.workers.host(r))
+
+@patch
+def _raised(self:Monitor, failure, *later):
+    """Return the exception for a `Failure`; its cause is the original one if it can be loaded.
+    It is of that one's class, too, unless another rank raised something else"""
+    original = load_exception(failure.original)
+    alike = all(f.kind == failure.kind or is_echo(f) for f in later)
+    err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
+    err.__cause__ = original
+    err.log = self._log(err.rank, 1000)
+    return err
+
+# %% ../../nbs/launch/503_monitor.ipynb #3002650b
+@patch
+def wait(self:Monitor):
+    """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
+    wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
+    state that rank 0 put last as its `state`. The ranks may still run then"""
+    try:
+        self._watch()
+        results = []
+        for r in self.workers.ranks:
+            block,packed = self.workers.latest[r,'result']
+            results.append(load(packed.meta, block.read(packed, copy=True)))
+    # the notebook's own failures, too, such as a closed output
+    except BaseException as e:
+        add_state(e, self._latest)
+        raise
+    latest = self._latest
+    return Outcome(results, bool(self.interrupts.count),
+                   latest.get('state') or latest.get('cut'), latest.get('epoch'),
+                   'cut' in latest, self.phase_ends, self.imports)
+
+# %% ../../nbs/launch/503_monitor.ipynb #042eb642
+@patch
+def become_idle(self:Monitor, seconds):
+    """After a failure: ask the ranks that still run to stop. Return True if all are alive and
+    have ended the job within `seconds`; a rank that waits in a collective can't"""
+    if self.running_ranks: self._ask_to_stop()
+    end = monotonic()+seconds
+    while self.running_ranks and not self.ends['died'] and monotonic() < end:
+        for news in self.workers.poll(.05): self._handle(*news)
+    self.replay.close()     # shows what came since the end of `wait`
+    return not (self.running_ranks or self.ends['died'])

@@ -13,7 +13,7 @@ from ..output.replay import several
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
 
-# %% ../../nbs/launch/504_report.ipynb #4cde814e
+# %% ../../nbs/launch/504_report.ipynb #ce320300
 # Who uses this: `launch.session` in the notebook; under torchrun `launch.training` and `in_place`
 #   banner_line                     before a call
 #   Report: end_phase, add_results  in a call and at its end; `phase_ends` also gets those of rank 0
@@ -28,6 +28,10 @@ class Advice(NamedTuple):
     seconds:float   # What the remedy saves at most
     text:str        # The cause and the remedy, as a sentence for the user
 
+def format_bytes(nbytes):
+    return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nbytes/2**10:,.0f} KB"
+
+# %% ../../nbs/launch/504_report.ipynb #6ee5f583
 _SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
 
 # A rank's dict, from `Clock.totals` and `resource_use` of `fastai2.clock`. In seconds:
@@ -67,9 +71,6 @@ class FitNumbers(NamedTuple):
         return (self.compute_seconds+self.mean('exchange'))/max(self.steps, 1)
     @property
     def has_small_steps(self): return self.step_seconds < _SMALL_STEP
-
-def format_bytes(nbytes):
-    return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nbytes/2**10:,.0f} KB"
 
 # %% ../../nbs/launch/504_report.ipynb #03fd0813
 def data_advice(fit):
@@ -201,7 +202,7 @@ def advice_for(fit):
     worth = [o for o in found if o.seconds > max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)]
     return sorted(worth, key=lambda o: -o.seconds)[:3]
 
-# %% ../../nbs/launch/504_report.ipynb #e0afe343
+# %% ../../nbs/launch/504_report.ipynb #0b555c10
 # Phase -> what happens in it, for users
 PHASES = {
     'snapshot': "learner and data pickled in the notebook",
@@ -217,6 +218,19 @@ PHASES = {
     'back': "weights and all else into the notebook's learner",
     'failed': "runs that failed before this one"}
 
+def phase_seconds(
+    began, # `time.time()` when the first phase began
+    phase_ends # `(phase, time.time() at its end)`
+):
+    "Return phase -> seconds, in the order in which they happened"
+    res = {}
+    last = began
+    for phase,ended in phase_ends:
+        res[phase] = res.get(phase, 0.) + max(ended-last, 0.)
+        last = max(ended, last)
+    return res
+
+# %% ../../nbs/launch/504_report.ipynb #0b03e985
 class Part(NamedTuple):
     "How a bar shows one kind of a rank's time"
     meaning:str
@@ -230,6 +244,26 @@ PARTS = {'data': Part("waiting for data",'#d9822b'), 'forward': Part("forward",'
          'metrics': Part("metrics",'#3a9d8f'), 'callbacks': Part("callbacks",'#87a330'),
          'validation': Part("validation",'#5ba3b5'), 'other': Part("all else",'#8a8f98')}
 
+def bars_html(
+    bars # For each rank: kind of time -> seconds
+):
+    "Return HTML with a stacked bar for each rank, and the meaning of its colours"
+    res = []
+    longest = max((sum(b.values()) for b in bars), default=0.)
+    for r,bar in enumerate(bars):
+        res.append('<div style="display:flex;height:20px;margin:3px 0">'
+                   f'<span style="flex:0 0 60px">rank {r}</span>')
+        for k,secs in bar.items():
+            meaning,colour = PARTS[k]
+            res.append(f'<div title="{meaning}: {secs:.2f} s" style="background:{colour};'
+                       f'width:{90*secs/longest:.1f}%"></div>')
+        res.append('</div>')
+    for k,(meaning,colour) in PARTS.items():
+        if any(k in bar for bar in bars):
+            res.append(f'<span style="color:{colour}">&#9632;</span> {meaning} &nbsp; ')
+    return ''.join(res)
+
+# %% ../../nbs/launch/504_report.ipynb #e0afe343
 class Report:
     """Where the time of one call on the workers went, and what would make it faster, as text and
     bars. The first phase begins when the report is made"""
@@ -266,13 +300,8 @@ class Report:
         return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
     @property
     def phases(self):
-        "Phase -> seconds, in the order in which they happened"
-        res = {}
-        last = self.began
-        for phase,ended in self.phase_ends:
-            res[phase] = res.get(phase, 0.) + max(ended-last, 0.)
-            last = max(ended, last)
-        return res
+        "As `phase_seconds`"
+        return phase_seconds(self.began, self.phase_ends)
     @property
     def total(self): return sum(self.phases.values())       # seconds
     @property
@@ -327,24 +356,7 @@ class Report:
         phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
         text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
         return ('<div style="max-width:720px;line-height:1.5">'
-                f'{"<br>".join(text)}{self._bars_html()}</div>')
-    def _bars_html(self):
-        "Return HTML with a stacked bar for each rank, and the meaning of its colours"
-        bars = self.bars()
-        res = []
-        longest = max((sum(b.values()) for b in bars), default=0.)
-        for r,bar in enumerate(bars):
-            res.append('<div style="display:flex;height:20px;margin:3px 0">'
-                       f'<span style="flex:0 0 60px">rank {r}</span>')
-            for k,secs in bar.items():
-                meaning,colour = PARTS[k]
-                res.append(f'<div title="{meaning}: {secs:.2f} s" style="background:{colour};'
-                           f'width:{90*secs/longest:.1f}%"></div>')
-            res.append('</div>')
-        for k,(meaning,colour) in PARTS.items():
-            if any(k in bar for bar in bars):
-                res.append(f'<span style="color:{colour}">&#9632;</span> {meaning} &nbsp; ')
-        return ''.join(res)
+                f'{"<br>".join(text)}{bars_html(self.bars())}</div>')
 
 # %% ../../nbs/launch/504_report.ipynb #befec04e
 def banner_line(

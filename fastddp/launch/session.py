@@ -18,11 +18,11 @@ from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_trace
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
-from .local import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
+from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
-from ..payload.buffers import ColumnCache
+from ..payload.columns import ColumnCache
 from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note

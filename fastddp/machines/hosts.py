@@ -17,8 +17,8 @@ from ..base.checks import Check, check_all, is_list, number, whole
 from ..base.errors import CantDistribute, RankDied, RankRaised
 from ..base.failure import is_echo
 from ..base.scoped import allow_interrupts
-from ..launch.local import Local
 from ..launch.rank import RankSpec
+from ..launch.worker_launcher import WorkerLauncher
 from ..output.replay import several
 from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
@@ -28,7 +28,7 @@ from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
 # Used here; all of it is called in the notebook's process, but for `run_on_machine`:
-#   Local           base: its `run` calls `submit`, waits with a `Monitor` that polls `workers`, and
+#   WorkerLauncher  base: its `run` calls `submit`, waits with a `Monitor` that polls `workers`, and
 #                   calls `after_success`, which calls `close` unless a block keeps the engine
 #                   `_warm`, or `after_failure`
 #   _write_payload  of the base: writes a payload to `_payload_block`; returns where, as `Packed`
@@ -81,7 +81,9 @@ _CHECKS = dict(
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))
 
-class Machines(Local):
+_GPUS_OF_ONE = "gpus= chooses those of one machine; per_node= says how many of each take part."
+
+class Machines(WorkerLauncher):
     """An engine that runs jobs on several machines, each with an agent. It lives in the notebook's
     process. A subclass defines `agent_starters`: which machines, and how an agent is started there.
 
@@ -91,7 +93,6 @@ class Machines(Local):
         after_failure          calls `close`, and notes which machines were lost
         place_after_failure    as `place`, without the lost machines, if the call has restarts left
         close                  ends agents and ranks"""
-    workers_are_local = False
     # `(texts, remedy)` pairs: the remedy is for a command whose output has one of the texts in it
     explanations = ()
     def __init__(self,
@@ -99,9 +100,10 @@ class Machines(Local):
         interface=None, # Network card; None: the first that reaches the others, fast ones first
         start_timeout=120., # Seconds that a machine has to answer
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
-        **kwargs # As for `Local`
+        **kwargs # As for `Local`, but `gpus`
     ):
         check_all(locals(), _CHECKS)
+        if 'gpus' in kwargs: raise CantDistribute(_GPUS_OF_ONE)
         super().__init__(**kwargs)
         store_attr()
         self.machines = []          # `Machine`s whose agents run; the first has rank 0
@@ -130,9 +132,7 @@ class Machines(Local):
     # The machines and their ranks
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the agents unless they run. `gpus=[]` means the CPU"
-        if gpus:
-            raise CantDistribute(
-                "gpus= chooses those of one machine; per_node= says how many of each take part.")
+        if gpus: raise CantDistribute(_GPUS_OF_ONE)
         try:
             if not self.machines: self._start_agents(nprocs, on_cpu=gpus == [])
             n = sum(self.rank_counts.values())
@@ -199,7 +199,7 @@ class Machines(Local):
 
     # A job
     def run(self, job, nprocs, on_event=noop):
-        "As `Local.run`; raises `RankDied` if the network between the machines failed"
+        "As `WorkerLauncher.run`; raises `RankDied` if the network between the machines failed"
         try: return super().run(job, nprocs, on_event)
         except RankRaised as e:
             # A broken connection is usually the echo of another rank's failure. If it is the first
@@ -218,7 +218,7 @@ class Machines(Local):
         for k in ('state','cut','epoch','others'): setattr(err, k, getattr(e, k))
         return err
     def submit(self, job, nprocs, interrupts, mark):
-        "As `Local.submit`: sends each machine the job, with the `RankSpec` of each rank there"
+        "Send each machine the job, with the `RankSpec` of each rank there"
         with allow_interrupts(): self._ensure_workers(nprocs)
         mark('fork')
         packed = self._write_payload(job)
@@ -243,15 +243,15 @@ class Machines(Local):
         first.stream.send('meet_at', self.meeting_address)
         self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
     def after_success(self, job):
-        """As `Local.after_success`; first writes here the files that rank 0 saved on another
-        machine"""
+        """As `WorkerLauncher.after_success`; first writes here the files that rank 0 saved on
+        another machine"""
         payload = self.workers.latest.get((0,'files'))
         if payload:
             block,packed = payload
             for files in load(packed.meta, block.read(packed)): write_files(files)
         super().after_success(job)
     def after_failure(self, job, monitor):
-        "As `Local.after_failure`; notes which machines were lost, before `close` ends all"
+        "As `WorkerLauncher.after_failure`; notes which machines were lost, before `close` ends all"
         self.lost_names = {m.name for m in self.machines if m.why_lost()}
         self.close(0)
 

@@ -170,6 +170,25 @@ def _in_words(resources):
     "Return a dict of resources as text, such as '4 GPU, 4 CPU', without `node:address`"
     return ', '.join(f'{v:g} {k}' for k,v in resources.items() if not k.startswith(_NODE))
 
+def _bundle_on(
+    has, # Resources of a machine
+    per_node, gpus, cpus, resources # As of `bundles_for`; with `gpus` None all that it has
+):
+    "Return what to reserve on a machine, which may have less"
+    n_gpus = has.get('GPU', 0) if gpus is None else gpus
+    n_cpus = (per_node or n_gpus or 1) if cpus is None else cpus
+    bundle = dict(GPU=n_gpus, CPU=n_cpus, **resources or {})
+    return {k:v for k,v in bundle.items() if v}
+
+def _too_few(n_able, nodes, bundle, found):
+    "Return the `CantDistribute` for `n_able` machines that have the `bundle`, of those `found`"
+    there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
+                      for address,has in found)
+    return CantDistribute(
+        f"{n_able} machines of the cluster have what Ray was asked for "
+        f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
+
+# %% ../../nbs/machines/616_ray.ipynb #2716dbec
 def bundles_for(
     found, # `(address, resources)` of each machine of the cluster, the notebook's first
     nodes, # Number of machines to use; None: all that have what is asked for
@@ -185,24 +204,16 @@ def bundles_for(
     Ray chooses the machine of a bundle, one with free resources, unless the bundle is tied: it
     holds the resource `node:address` of a machine. That of the notebook's machine always is. All
     are if `nodes` is None, or with `tie_all`"""
-    # `gpus` stays None if it depends on the machine: all of its GPUs, one for each rank
+    # it stays None if it depends on the machine: all of its GPUs, one for each rank
     if gpus is None: gpus = per_node if any(has.get('GPU') for _,has in found) else 0
-    takes_all_gpus = gpus is None
     able = []       # `(address, bundle)` of the machines that have enough
     for address,has in found:
-        n_gpus = has.get('GPU', 0) if takes_all_gpus else gpus
-        if takes_all_gpus and not n_gpus: continue
-        n_cpus = (per_node or n_gpus or 1) if cpus is None else cpus
-        bundle = {k:v for k,v in dict(GPU=n_gpus, CPU=n_cpus, **resources or {}).items() if v}
+        if gpus is None and not has.get('GPU'): continue
+        bundle = _bundle_on(has, per_node, gpus, cpus, resources)
         if all(has.get(k, 0) >= v for k,v in bundle.items()): able.append((address, bundle))
-    if len(able) < (nodes or 1):
-        # `bundle` is that of the last machine. There is one: the notebook's machine is `found`, and
-        # if all GPUs are asked for, some machine has a GPU
-        there = '; '.join(f'{address}: {_in_words({k:has.get(k, 0) for k in bundle})}'
-                          for address,has in found)
-        raise CantDistribute(
-            f"{len(able)} machines of the cluster have what Ray was asked for "
-            f"({_in_words(bundle)} on {nodes or 'at least 1'}). There are {there}.")
+    # `bundle` is that of the last machine. There is one: the notebook's machine is `found`, and if
+    # all GPUs are asked for, some machine has a GPU
+    if len(able) < (nodes or 1): raise _too_few(len(able), nodes, bundle, found)
     # any amount of the resource `node:address` ties a bundle to its machine
     tied = [bundle | {_NODE+address: .001} for address,bundle in able]
     if nodes is None or tie_all: return tied[:nodes]

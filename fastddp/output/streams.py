@@ -11,7 +11,7 @@ from contextlib import suppress
 
 from ..base.scoped import set_entries
 
-# %% ../../nbs/output/201_streams.ipynb #84e793cb
+# %% ../../nbs/output/201_streams.ipynb #2028769b
 # An event is a tuple of plain values. `output.capture` makes them, `output.replay` shows them:
 #
 #   ('stream', 'stdout' or 'stderr', text)     text, as it was written
@@ -25,6 +25,7 @@ from ..base.scoped import set_entries
 #   print ─► Stream ─┐
 #   display, warning ┴► EventQueue.put ─► Backlog ─┐
 #   print, log in a fork ► ForkPipe ───────────────┴► the queue's thread ─► send
+#
 #
 # The order of events is kept. Only the queue's thread calls `send`.
 #
@@ -68,10 +69,7 @@ class Backlog:
         self.events,self.chars = [],0
         return [(*e[:2], ''.join(e[2])) if e[0] == 'stream' else e for e in events]
 
-# %% ../../nbs/output/201_streams.ipynb #e70fd1a5
-TICK = .05      # Seconds between two deliveries, and between two looks at a full pipe
-PATIENCE = 5.   # Seconds that a fork waits for room in the pipe
-
+# %% ../../nbs/output/201_streams.ipynb #7696fb1e
 _EVENT = b'\0fastddp-event '    # how the line of an event begins
 
 def _event_of(line):
@@ -85,6 +83,10 @@ def _text_line(line):
     "Return a line of text as bytes; one that looks like an event loses its first byte"
     data = f'{line}\n'.encode(errors='replace')
     return data[1:] if data.startswith(_EVENT) else data
+
+# %% ../../nbs/output/201_streams.ipynb #e50d6831
+TICK = .05      # Seconds between two deliveries, and between two looks at a full pipe
+PATIENCE = 5.   # Seconds that a fork waits for room in the pipe
 
 class ForkPipe:
     """The pipe by which forks of a process send it what they print, in whole lines. The process

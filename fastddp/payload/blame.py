@@ -28,7 +28,7 @@ def _parts(o):
     return [*found, (f", its class {type(o).__qualname__}", type(o)),
             (' (what it is made of)', reduced)]
 
-# %% ../../nbs/payload/103_blame.ipynb #446dbe57
+# %% ../../nbs/payload/103_blame.ipynb #f3322933
 # The search goes down depth first, through parts that can't be dumped:
 #
 #     learn            can't be dumped: try its parts
@@ -39,27 +39,11 @@ def _parts(o):
 #
 # Objects may refer to each other, such as a class and its methods. If all that can't be dumped are
 # in such cycles, none has only parts that can; then the one with the longest path is named.
-_MAX_DEPTH = 12     # steps from the object to its smallest part
-
 class _Failing(NamedTuple):
     "A part that can't be dumped"
     path:str
     error:BaseException     # What dumping it raised
     is_smallest:bool        # True if all of its parts can be dumped
-
-def blame(
-    obj,  # The object to search
-    path, # How the user calls `obj`, such as 'learn'
-    dump # The function that can't dump it
-):
-    "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
-    found = []
-    for part in _failing_parts(obj, path, dump, _MAX_DEPTH, {}):
-        found.append(part)
-        if part.is_smallest: break
-    if not found: return None
-    best = max(found, key=lambda o: (o.is_smallest, len(o.path)))
-    return best.path, _one_line(best.error)
 
 def _failing_parts(
     o, path, dump,
@@ -84,11 +68,29 @@ def _failing_parts(
                 yield found
     yield _Failing(path, error, is_smallest)
 
+# %% ../../nbs/payload/103_blame.ipynb #309cde1b
+_MAX_DEPTH = 12     # steps from the object to its smallest part
+
 def _one_line(error):
     "Return the text of an exception in one line, or the name of its type"
     try: return cut(' '.join(str(error).split()), 300) or type(error).__name__
     except BaseException: return type(error).__name__
 
+def blame(
+    obj,  # The object to search
+    path, # How the user calls `obj`, such as 'learn'
+    dump # The function that can't dump it
+):
+    "Return `(path, reason)` of the smallest part of `obj` that can't be dumped, or None"
+    found = []
+    for part in _failing_parts(obj, path, dump, _MAX_DEPTH, {}):
+        found.append(part)
+        if part.is_smallest: break
+    if not found: return None
+    best = max(found, key=lambda o: (o.is_smallest, len(o.path)))
+    return best.path, _one_line(best.error)
+
+# %% ../../nbs/payload/103_blame.ipynb #244a0a9c
 def not_picklable(
     obj,   # The object that could not be dumped
     roots, # `{path: object}`: where to search first, in this order

@@ -6,314 +6,19 @@
 __all__ = []
 
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
-import math, mmap, operator, os, pathlib, tempfile, warnings
-from array import array
-from collections import UserList
+import math, mmap, os, tempfile, warnings
 from contextlib import suppress
-from dataclasses import dataclass
-from functools import cached_property
-from itertools import chain
 from typing import NamedTuple
 
-import numpy as np, torch
-from torch import Tensor
+import numpy as np
 
 try: import fcntl
 except ImportError: fcntl = None    # not on Windows, where there are no workers
 
 from ..base.device import free_memory
-from .reducers import StandIn
 
-# %% ../../nbs/payload/104_buffers.ipynb #4b344d7f
-# Two parts, one after the other on the way of a payload:
-#
-#     1. columns    a long list is pickled as a few arrays, from which a worker makes its items
-#     2. `Block`    the buffers of a pickle are copied into shared memory, which other processes map
-#
-# No function here is a collective. Used here:
-#   StandIn(make, column)   is pickled in the place of a list, and loaded as `make(column)`
-#   free_memory()           the bytes that this process may still use; None if that is unknown
-#
-# Who calls this:
-#   ColumnCache.stand_ins   `payload.pickling.dump`, with the long lists and tuples that it found.
-#                           Snapshots of learners have a cache, other payloads no columns
-#   Block                   `launch.local` for the payload of a job, `process.worker` for states
-#                           and results of a rank, and `machines` for both, from host to host
-
-# 1. Columns. `make_column` chooses the class:
-#
-#     TextColumn      strings, paths
-#     TensorColumn    tensors
-#     NumberColumn    numbers
-#     TupleColumn     tuples of equal length: a column for each position
-class _Column:
-    "A few arrays from which the items of a list can be made. It has length and items like the list"
-    # The column serves the next dump, too, if that list has the very same items. False if they may
-    # have other contents then
-    is_reusable = True
-    n_tensors = 0       # in each item
-    # About the memory of a plain list of all items, in bytes
-    plain_bytes = math.inf
-    def part(self, start, stop):
-        "Return an iterable of the items from `start` to `stop`, made at once where that is faster"
-        return (self[i] for i in range(start, stop))
-    def __iter__(self): return iter(self.part(0, len(self)))
-
-# 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
-_ENCODING = 'utf-8','surrogatepass'
-
-class TextColumn(_Column):
-    "The items of a list of strings or paths"
-    def __init__(self,
-        items # A list of objects of one class
-    ):
-        letters = bytearray()
-        offsets = array('q', [0])       # and the end of the last one
-        for o in items:     # one by one: all of them, encoded, would take more than the column
-            letters += str(o).encode(*_ENCODING)
-            offsets.append(len(letters))
-        self._class = type(items[0])
-        self._offsets = np.frombuffer(offsets, int)
-        self._letters = np.frombuffer(letters, np.uint8)
-    def __len__(self): return len(self._offsets)-1
-    @property
-    def plain_bytes(self):
-        each = 57 if self._class is str else 400        # a path consists of several objects
-        return len(self)*(8+each)+len(self._letters)
-    def __getitem__(self, i):
-        text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
-        return text if self._class is str else self._class(text)
-
-# %% ../../nbs/payload/104_buffers.ipynb #50b9cb64
-@dataclass
-class TensorColumn(_Column):
-    "The items of a list of tensors of one class, dtype and number of dimensions"
-    tensor_class:type       # The class of all items, such as `torch.Tensor` or `TensorImage`
-    storages:list           # Each storage, as a tensor of one dimension
-    storage_ids:np.ndarray  # For each item the index of its storage
-    offsets:np.ndarray      # For each item its first element in that storage
-    shapes:np.ndarray       # A row per item
-    is_reusable = False     # `x.data` and `x.numpy()` write to a tensor without a new `_version`
-    n_tensors = 1
-    def __len__(self): return len(self.offsets)
-    def __getitem__(self, i):
-        if self._rows is not None: return self._of_class(self._rows[i])
-        shape = self.shapes[i].tolist()
-        storage = self.storages[self.storage_ids[i]]
-        offset = int(self.offsets[i])
-        return self._of_class(storage.narrow(0, offset, math.prod(shape)).view(shape))
-    def part(self, start, stop):
-        if not self._are_adjacent: return super().part(start, stop)
-        # one call makes all items
-        if self._rows is not None: items = self._rows[start:stop].unbind()
-        else:
-            shapes = self.shapes[start:stop]
-            sizes = shapes.prod(1).tolist()
-            flat = self.storages[0].narrow(0, int(self.offsets[start]), sum(sizes))
-            items = map(Tensor.view, flat.split(sizes), shapes.tolist())
-        return map(self._of_class, items)
-    @cached_property
-    def _are_adjacent(self):
-        "True if each item begins where the last one ends"
-        ends = self.offsets+self.shapes.prod(1)
-        return len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
-    @cached_property
-    def _rows(self):
-        "The items as rows of one tensor; None if they aren't adjacent or have several shapes"
-        if not self._are_adjacent or (self.shapes != self.shapes[0]).any(): return None
-        flat = self.storages[0].narrow(0, int(self.offsets[0]), int(self.shapes.prod(1).sum()))
-        return flat.view(len(self), *self.shapes[0].tolist())
-    def _of_class(self, t):
-        # A view has a record for autograd, which takes as much memory as the rest of it, and with
-        # which some changes in place raise an error. What `detach` returns has none
-        t = t.detach()
-        return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
-
-# %% ../../nbs/payload/104_buffers.ipynb #684d8a35
-_DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
-           torch.float16, torch.bfloat16, torch.float32, torch.float64}
-_MAX_STORAGES = 16      # tensors with more storages are copied into one
-
-def _are_plain(tensors):
-    """Return True if the column of `tensors`, which are of one class, would have all that they
-    consist of: memory, and a shape of the same number of dimensions"""
-    first = tensors[0]
-    if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
-    # a class with its own `__torch_dispatch__` may keep its elements elsewhere
-    if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
-    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False)
-    found = {*map(operator.attrgetter(*wanted), tensors)}   # in C: there may be many tensors
-    if found != {tuple(wanted.values())} or any(map(vars, tensors)): return False
-    # views that show memory with another sign
-    if first.is_floating_point() and any(map(Tensor.is_neg, tensors)): return False
-    return all(map(Tensor.is_contiguous, tensors))
-
-def _tensor_column(tensors):
-    "Return the column of a list of tensors of one class; None if it can't have all of them"
-    # inside, methods of a subclass such as `TensorImage` are as fast as those of `Tensor`
-    with torch._C.DisableTorchFunctionSubclass():
-        try: return _column_of_plain(tensors) if _are_plain(tensors) else None
-        except RuntimeError: return None    # of torch: a sparse or nested tensor has no such memory
-
-def _column_of_plain(tensors):
-    "As `_tensor_column`, for tensors that `_are_plain`"
-    sizes = chain.from_iterable(map(Tensor.size, tensors))
-    shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
-    offsets = np.fromiter(map(Tensor.storage_offset, tensors), int)
-    addresses = np.fromiter(map(Tensor.data_ptr, tensors), int) - offsets*tensors[0].itemsize
-    # the first tensor in each storage; for each tensor the index of its storage
-    _,firsts,storage_ids = np.unique(addresses, return_index=True, return_inverse=True)
-    if len(firsts) > _MAX_STORAGES:
-        storages = [torch.cat([*map(Tensor.flatten, tensors)])]
-        storage_ids = np.zeros(len(tensors), int)
-        offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
-    else:
-        storages = [torch.tensor([], dtype=tensors[i].dtype, device=tensors[i].device)
-                    .set_(tensors[i].untyped_storage()) for i in firsts]
-    # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
-    ends = np.array([*map(len, storages)])[storage_ids]
-    if (offsets+shapes.prod(1) > ends).any() or not all(o.is_cpu for o in storages): return None
-    return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
-
-# %% ../../nbs/payload/104_buffers.ipynb #a5dda657
-@dataclass
-class NumberColumn(_Column):
-    "The items of a list of numbers of Python or numpy"
-    values:np.ndarray   # The numbers
-    is_python:bool      # True for numbers of Python, False for numpy's
-    def __len__(self): return len(self.values)
-    @property
-    def plain_bytes(self): return len(self)*(8+32)
-    def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
-    def part(self, start, stop):
-        values = self.values[start:stop]
-        return values.tolist() if self.is_python else values
-
-@dataclass
-class TupleColumn(_Column):
-    "The items of a list of tuples of equal length"
-    columns:list        # For each position in the tuples the column of the items there
-    @property
-    def is_reusable(self): return all(c.is_reusable for c in self.columns)
-    @property
-    def n_tensors(self): return sum(c.n_tensors for c in self.columns)
-    def __len__(self): return len(self.columns[0])
-    @property
-    def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
-    def __getitem__(self, i): return tuple([c[i] for c in self.columns])
-    def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
-
-# %% ../../nbs/payload/104_buffers.ipynb #b490059f
-_TEXTS = {str, pathlib.PosixPath}
-_NUMBERS = {bool, int, float}
-
-def make_column(
-    items # A list that isn't empty
-):
-    "Return a column of `items`; None if they are of several classes, or of one without a column"
-    cls = type(items[0])
-    if {*map(type, items)} != {cls}: return None
-    if cls in _TEXTS: return TextColumn(items)
-    if issubclass(cls, Tensor): return _tensor_column(items)
-    if cls in _NUMBERS or issubclass(cls, (np.number,np.bool_)):
-        # An integer of more than 64 bits makes this an array of objects, and -1 beside 2**63 one of
-        # floats, which would round them
-        values = np.array(items)
-        inexact = 'Of' if cls is int else 'O'
-        return None if values.dtype.kind in inexact else NumberColumn(values, cls in _NUMBERS)
-    if cls is not tuple: return None
-    lengths = {*map(len, items)}
-    if len(lengths) > 1 or lengths == {0}: return None
-    columns = [make_column(list(o)) for o in zip(*items)]
-    return None if None in columns else TupleColumn(columns)
-
-# %% ../../nbs/payload/104_buffers.ipynb #bafdd887
-# A list with tensors makes a block of items when one of them is read, and keeps them, since to make
-# an item takes as long as to read it and put it into a batch. The limit is about 50 MB
-_BLOCK = 64             # items
-_MAX_KEPT = 2**17       # tensors of a list
-
-class LazyList(UserList):
-    """A list in a worker that makes an item from a column when it is read.
-
-    It says that it is a list, by `__class__`, which `isinstance(o, list)` asks. It isn't a subclass
-    of `list`: functions in C, such as `torch.stack` or `[1]+o`, ask `type(o)`, read the memory of a
-    list past its methods, and would find it empty"""
-    def __init__(self,
-        column # What `make_column` returned
-    ):
-        self.source = column        # or the plain list, once `data` has made it
-        self._ids = range(len(column))
-        n_tensors = column.n_tensors
-        n_kept = min(len(column), _MAX_KEPT//n_tensors) if n_tensors else 0
-        self._kept = [None]*n_kept      # the first items, each None until its block is made
-    @property
-    def __class__(self): return list
-    # `UserList` keeps its list in `data`. The methods below read the column; all others of
-    # `UserList` (`append`, `sort`, `==`) use `data`, and so make a plain list of all items first
-    @property
-    def data(self):
-        if type(self.source) is not list: self.data = list(self)
-        return self.source
-    @data.setter
-    def data(self, items):      # `o += items` calls it, too
-        self.source = items
-        self._kept = []
-    def __len__(self): return len(self.source)
-    def __getitem__(self, i):
-        if type(self.source) is list: return self.source[i]
-        i = self._ids[i]        # raises IndexError as a list does
-        if type(i) is range: return [self[o] for o in i]
-        if i >= len(self._kept): return self.source[i]
-        if self._kept[i] is None: self._keep_block(i-i%_BLOCK)
-        return self._kept[i]
-    def _keep_block(self, start):
-        stop = min(start+_BLOCK, len(self._kept))
-        self._kept[start:stop] = self.source.part(start, stop)
-    def __iter__(self):
-        if type(self.source) is list: return iter(self.source)
-        n = len(self._kept)
-        return chain((self[i] for i in range(n)), self.source.part(n, len(self)))
-    def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
-    __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
-
-# %% ../../nbs/payload/104_buffers.ipynb #00001ed0
-# A worker makes the items of a list at once if it is shorter, or if they take less memory: C code,
-# such as that of `json`, needs a plain list
-_MIN_LAZY = 1000
-_MAX_PLAIN = 16*2**20       # bytes
-
-class ColumnCache:
-    """Makes the columns for each `dump`; a `distrib_ctx` block has one. A list that has the very
-    same objects as one in the last dump, or in this one, gets the column of that one"""
-    _last = {}      # key, see below -> `(items, their column)` in the last dump
-    def stand_ins(self,
-        sequences # The long lists and tuples of one dump, of exactly these types
-    ):
-        """Return `(sequence, StandIn)` for each of these that has a column; the others are pickled
-        as they are"""
-        used = {}
-        res = []
-        for sequence in sequences:
-            items = list(sequence)
-            # The key finds a list that is likely the same; then all items are compared. Equal ids
-            # are those of the same object, since `_last` and `used` keep the objects alive
-            key = len(items),id(items[0]),id(items[-1])
-            known = used.get(key) or self._last.get(key)
-            is_same = known and all(map(operator.is_, items, known[0]))
-            column = known[1] if is_same else make_column(items)
-            if column is None: continue
-            used[key] = items,column
-            # A worker makes all items at once if that is fast: `torch.stack` needs a plain list
-            is_fast = isinstance(column, (NumberColumn,TensorColumn)) or len(items) < _MIN_LAZY
-            is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
-            make = type(sequence) if is_plain else LazyList
-            res.append((sequence, StandIn(make, column)))
-        self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
-        return res
-
-# %% ../../nbs/payload/104_buffers.ipynb #9173264a
-# 2. Shared memory. One process writes to a `Block`, others read:
+# %% ../../nbs/payload/104_buffers.ipynb #04ec340e
+# One process writes to a `Block`, others read:
 #
 #     writer                                       reader
 #     block = Block()
@@ -321,22 +26,10 @@ class ColumnCache:
 #     block.fd, or block.lend() --- packed, fd --> Block(fd).read(packed): the buffers, for `load`
 #     block.write(the next payload)                its views of the last one change their contents
 #
-# So a writer must know that no process reads any more. `launch.local` does, since its workers run
-# one job at a time. A rank lends its block, and writes to it again once it isn't `is_lent`.
-_warned = set()     # reasons that a warning has named
-
-def _temp_file(reason):
-    "Return the descriptor of an unlinked file in the temporary folder; warn once per reason"
-    if reason not in _warned:
-        _warned.add(reason)
-        warnings.warn(f"fastddp: {reason}, so data is shared through a temporary file in "
-                      f"{tempfile.gettempdir()} (TMPDIR chooses the folder).")
-    with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
-
-# %% ../../nbs/payload/104_buffers.ipynb #f414f448
+# So a writer must know that no process reads any more. `launch.local`, which writes the payload of
+# a job, does, since its workers run one job at a time. A rank lends the block of its states and
+# results, and writes to it again once it isn't `is_lent`.
 _ALIGNMENT = 64         # bytes
-_POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14
-_LARGE = 1<<24          # bytes; a smaller growth of the block isn't checked against free memory
 
 class Packed(NamedTuple):
     "A `Payload` whose buffers lie in a `Block`"
@@ -353,6 +46,18 @@ class Packed(NamedTuple):
             end += math.ceil(b.nbytes/_ALIGNMENT)*_ALIGNMENT
         return cls(payload.meta, tuple(spans), end)
 
+# %% ../../nbs/payload/104_buffers.ipynb #4a96a8b1
+_warned = set()     # reasons that a warning has named
+
+def _temp_file(reason):
+    "Return the descriptor of an unlinked file in the temporary folder; warn once per reason"
+    if reason not in _warned:
+        _warned.add(reason)
+        warnings.warn(f"fastddp: {reason}, so data is shared through a temporary file in "
+                      f"{tempfile.gettempdir()} (TMPDIR chooses the folder).")
+    with tempfile.TemporaryFile(prefix='fastddp') as f: return os.dup(f.fileno())
+
+# %% ../../nbs/payload/104_buffers.ipynb #601122d3
 def write_at(fd, data, offset):
     "Write all of a memoryview to a file"
     while data:
@@ -361,6 +66,9 @@ def write_at(fd, data, offset):
         offset = offset+n
 
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c
+_POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14
+_LARGE = 1<<24          # bytes; a smaller growth of the block isn't checked against free memory
+
 class Block:
     """Shared memory for the buffers of one payload at a time. The process that writes to it makes
     it, and sends a descriptor to those that read. It grows as needed, and is reused; it never

@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 from torch import nn
 
-from .buffers import LazyList
+from .columns import LazyList
 from .models import script_values, set_script_value
 from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables
@@ -32,22 +32,13 @@ from .state import (
 #     changes = since_start(ended=False) at the end of an epoch ->  keeps the last ones
 #     changes = since_start()            at the end of the job  ->  apply_changes(groups, changes)
 #
-# `groups` are lists of objects, in the same order on both sides (`launch.parts.Parts.groups`);
-# see `_RULES`. `since_start` always compares with the start of the job, so later changes include
-# earlier ones: one `apply_changes` is enough. Values are pickled with the objects of `refs`, which
-# both sides have, as numbers.
+# `since_start` always compares with the start of the job, so later changes include earlier ones:
+# one `apply_changes` is enough. Values are pickled with the objects of `refs`, which both sides
+# have, as numbers. To pickle a value may run code of the user's, which may raise, and may set
+# attributes.
 #
-# Used here:
-#   dump(v, refs)              `v` as a `Payload`; raises any exception if it can't be pickled. It
-#                              may run code of the user's, which may set attributes
-#   LazyList.source            a column; a plain list once that was needed, such as for `append`
-#   function_variables(f)      `{(kind, name): value}` of the variables that the function uses
-#   update_in_place(old, new)  copies contents; returns False if `old` is to be replaced by `new`
-# The callers pickle the changes between the two sides (`launch.training.dump_state`); there
-# `drop_unpicklable` is called if that fails. `launch.training` reads `STRUCTURE_ATTRS`, too.
-#
-# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook, names
-# of definitions.
+# The sections: what objects hold, how values are compared, the groups, rank 0, the notebook, where
+# a snapshot looks for objects, names of definitions.
 
 # What objects hold, by name
 class _Attributes:
@@ -79,6 +70,17 @@ def _own_state(o):
     try: return own_state(o)
     except Exception: return None
 
+# %% ../../nbs/payload/107_changes.ipynb #6397ae1f
+_NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
+             types.MemberDescriptorType, types.GetSetDescriptorType)
+
+def is_data(v):
+    "True for a value whose changes are sent to the notebook"
+    if isinstance(v, _NOT_DATA): return False
+    is_of_cell = type(v).__module__ == '__main__'
+    return is_of_cell or not callable(v) or isinstance(v, nn.Module)
+
+# %% ../../nbs/payload/107_changes.ipynb #d4a1e4b7
 class Variable(NamedTuple):
     "The name of a variable that a function or class of a cell uses"
     kind:str        # 'attribute' of the function or class, or as of `function_variables`
@@ -114,20 +116,12 @@ class Variables:
         if kind == 'global': o.__globals__.pop(key, None)
         elif key in vars(o): delattr(o, key)
 
+# %% ../../nbs/payload/107_changes.ipynb #38f1f64e
 class _Whole:
     "As `_Attributes`, for an object that both sides hold: its only value is the object itself"
     def values(self, o): return dict(contents=o)
     def has(self, o, name): return True
     def update(self, o, values, removed): pass     # done with all objects that came back
-
-_NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
-             types.MemberDescriptorType, types.GetSetDescriptorType)
-
-def is_data(v):
-    "True for a value whose changes are sent to the notebook"
-    if isinstance(v, _NOT_DATA): return False
-    is_of_cell = type(v).__module__ == '__main__'
-    return is_of_cell or not callable(v) or isinstance(v, nn.Module)
 
 # %% ../../nbs/payload/107_changes.ipynb #56fbe739
 # How values are compared: by contents, which are pickled and hashed, or by members
@@ -141,6 +135,7 @@ def _hash(payload):
     for b in payload.buffers: digest.update(b)
     return digest.digest()
 
+# %% ../../nbs/payload/107_changes.ipynb #5b0b6480
 _MAX_HASHED_BYTES = 2**27       # larger values are compared by members
 _MAX_AT_EPOCH_END = 2**20       # the same at the end of an epoch: other ranks wait for rank 0
 
@@ -151,13 +146,18 @@ class _Members:
         if not isinstance(other, _Members) or len(self.objects) != len(other.objects): return False
         return all(map(operator.is_, self.objects, other.objects))      # without a loop in Python
 
+def _sample(items, n):
+    "Return some thousand of `n` items: reading all of a large memory map or table is slow"
+    return items[::max(n//4096, 1)]
+
+# %% ../../nbs/payload/107_changes.ipynb #78de837d
 def _members(owner, name, v):
     """Return something that differs (`!=`) once the value `v` of an attribute of `owner` has other
     members, or, if it is a tensor, array or table, other elements. None for other values: they
     count as unchanged as long as they are the same object. A member that has changed itself isn't
     noticed"""
-    # Tensors of a module are sent in any case (`payload.state`): here only their names count. Other
-    # objects may have attributes of these names, too
+    # Tensors of a module are sent in any case: here only their names count. Other objects may have
+    # attributes of these names, too
     if isinstance(owner, nn.Module):
         if name in ('_parameters','_buffers'): return [(k, t is None) for k,t in v.items()]
         if name == '_modules': return _Members([*v, *v.values()])
@@ -172,10 +172,11 @@ def _members(owner, name, v):
         return fingerprint(_sample(v.iloc, len(v)))
     if isinstance(v, L): v = v.items
     if isinstance(v, dict): return _Members([*v, *v.values()])
-    # what changes such a list makes a plain list of it
+    # `source` keeps its items; whatever changes such a list makes `source` a plain list
     if isinstance(v, LazyList): return _Members([v.source])
     return _Members(v) if type(v) in (list,set) else None
 
+# %% ../../nbs/payload/107_changes.ipynb #546a8aad
 def _shallow(o):
     """Return something that differs (`!=`) once the object `o` itself has changed: its items,
     elements or attributes. Of what these refer to, nothing is noticed"""
@@ -188,10 +189,6 @@ def _shallow(o):
     else: contents = fingerprint(o)
     return contents, _Members([*attrs, *attrs.values()])
 
-def _sample(items, n):
-    "Return some thousand of `n` items: reading all of a large memory map or table is slow"
-    return items[::max(n//4096, 1)]
-
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3c
 class _Note(NamedTuple):
     "What an object held under a name at one moment. It keeps the value alive, so ids stay unique"
@@ -203,6 +200,27 @@ class _Note(NamedTuple):
 
 _ABSENT = _Note(object(), object(), False)      # differs from every other note
 
+STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model consists of
+
+def _is_cache(owner, name, v):
+    """True for an attribute of `owner` with tensors or arrays that the notebook doesn't need: any
+    of a module, besides its parameters and buffers; any container; what is very large"""
+    if name in STRUCTURE_ATTRS or not has_arrays(v): return False
+    if isinstance(owner, nn.Module) or not isinstance(v, (torch.Tensor,np.ndarray)): return True
+    return v.nbytes > _MAX_HASHED_BYTES
+
+def has_arrays(v,
+               outer=() # Containers in which `v` is; one may hold itself
+):
+    "True for a tensor, an array or an image, and for a container of any of these"
+    if not isinstance(v, (dict,list,tuple,set,L)):
+        has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
+        return has_bytes or isinstance(v, torch.Tensor)
+    if any(v is o for o in outer): return False
+    items = v.values() if isinstance(v, dict) else v
+    return any(has_arrays(o, (*outer,v)) for o in items)
+
+# %% ../../nbs/payload/107_changes.ipynb #a4d4263d
 # The groups, and the rule of each
 class _Rule(NamedTuple):
     "How the values that objects of a group hold are found, compared and sent"
@@ -235,28 +253,7 @@ _RULES = dict(
     # what all of these hold at any depth
     held=_Rule(access=_Whole(), by_members=True, sends_small=False))
 
-STRUCTURE_ATTRS = '_modules','_parameters','_buffers','model'    # what a model consists of
-
-def _is_cache(owner, name, v):
-    """True for an attribute of `owner` with tensors or arrays that the notebook doesn't need: any
-    of a module, besides its parameters and buffers; any container; what is very large"""
-    if name in STRUCTURE_ATTRS or not has_arrays(v): return False
-    if isinstance(owner, nn.Module) or not isinstance(v, (torch.Tensor,np.ndarray)): return True
-    return v.nbytes > _MAX_HASHED_BYTES
-
-def has_arrays(v,
-               outer=() # Containers in which `v` is; one may hold itself
-):
-    "True for a tensor, an array or an image, and for a container of any of these"
-    if not isinstance(v, (dict,list,tuple,set,L)):
-        has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
-        return has_bytes or isinstance(v, torch.Tensor)
-    if any(v is o for o in outer): return False
-    items = v.values() if isinstance(v, dict) else v
-    return any(has_arrays(o, (*outer,v)) for o in items)
-
 # %% ../../nbs/payload/107_changes.ipynb #9fda0a3d
-# On rank 0
 class Change(NamedTuple):
     "The changes of one object"
     index:int       # The object's index in its group
@@ -397,7 +394,7 @@ def _change(o, group, values, removed, own):
     return failed
 
 # %% ../../nbs/payload/107_changes.ipynb #5b1f0a16
-# What both sides hold
+# Where a snapshot looks for objects that both sides hold
 def look_for_held(
     definitions,    # The `Definitions` of a snapshot
     groups, is_excluded,    # As of the `ChangeTracker`
@@ -425,6 +422,7 @@ def _roots(groups, is_excluded):
                     if name not in structure and not is_excluded(group, o, name)]
     return res
 
+# %% ../../nbs/payload/107_changes.ipynb #56ccacfb
 # A definition by its name
 def definition_key(o):
     """Return `(module, qualified name, arguments)` of a function or class, by which

@@ -6,16 +6,20 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_handles.ipynb #bb416e5c
-import os, threading, uuid, warnings, weakref
+import gc, os, threading, uuid, warnings, weakref
 
-from torch.utils.data.dataloader import _DatasetKind, _SingleProcessDataLoaderIter
+import torch
+from torch.utils.data import DataLoader
+from torch.utils.data.dataloader import (
+    _DatasetKind, _MultiProcessingDataLoaderIter, _SingleProcessDataLoaderIter)
 
 from ..base import group
 from .reducers import Refused, reduce, reduces
 
 # %% ../../nbs/payload/100_handles.ipynb #66a2ccf9
-# In order: threads; iterators; writers; files of libraries; `reducer_of`, by which the pickler
-# finds the reducers of classes that are only known by their names. No function is a collective.
+# In order: threads, and what is local to them; iterators; writers; files of libraries;
+# `reducer_of`, by which the pickler finds the reducers of classes that are only known by their
+# names. No function is a collective.
 #
 #   in the notebook, and in a worker     `reducer_of(kind)` is asked once for each type in a dump
 #   in a worker, at the end of a job     `flush_writers`
@@ -43,16 +47,45 @@ def load_thread(cls, name, daemon, has_ended):
         del thread.run
     return thread
 
+# %% ../../nbs/payload/100_handles.ipynb #3c1d7e02
+@reduces(threading.local)
+def _(local, pickler):
+    "Pickle the attributes of this thread; a class that says how it is pickled is pickled so"
+    cls = type(local)
+    if cls.__reduce__ is not object.__reduce__ or cls.__reduce_ex__ is not object.__reduce_ex__:
+        return NotImplemented
+    # Python keeps the arguments for threads that come later, and tells only the collector of them:
+    # [cls, args, kwargs, {weakref: attributes of a thread, ...}]; without what is empty
+    kept = gc.get_referents(local)
+    args = next((o for o in kept if type(o) is tuple), ())
+    kwargs = next((o for o in kept if type(o) is dict and {*map(type, o)} == {str}), {})
+    return load_local, (cls, args, kwargs, {**vars(local)})
+
+def load_local(cls, args, kwargs, attrs):
+    local = cls.__new__(cls, *args, **kwargs)
+    vars(local).update(attrs)
+    return local
+
 # %% ../../nbs/payload/100_handles.ipynb #7be21c04
 @reduces(_SingleProcessDataLoaderIter)
+@reduces(_MultiProcessingDataLoaderIter)
 def _(it, pickler):
-    "Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled"
+    """Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled.
+    One with processes goes on without them, until the loader is iterated again"""
     if pickler.names_gpus and it._num_yielded:
         warnings.warn("fastddp: an iterator over a DataLoader, which an object keeps, begins anew "
                       "in the workers")
+    has_processes = isinstance(it, _MultiProcessingDataLoaderIter)
+    cls = _SingleProcessDataLoaderIter if has_processes else type(it)
+    kept = _plain_iterator_attrs() if has_processes else vars(it)
     left_out = '_sampler_iter','_num_yielded','_dataset_fetcher'
-    state = {k:v for k,v in vars(it).items() if k not in left_out}
-    return type(it).__new__, (type(it),), state, None, None, _begin
+    state = {k:v for k,v in vars(it).items() if k in kept and k not in left_out}
+    return cls.__new__, (cls,), state|dict(_num_workers=0, _timeout=0), None, None, _begin
+
+def _plain_iterator_attrs():
+    "Return the names of the attributes of an iterator without processes"
+    # it draws its seed: not from the user's random stream
+    return {*vars(iter(DataLoader([0], generator=torch.Generator())))}
 
 def _begin(it, state):
     vars(it).update(state, _num_yielded=0, _sampler_iter=iter(state['_index_sampler']))

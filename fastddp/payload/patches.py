@@ -143,11 +143,7 @@ class Patches(list):
         "Return `{words for a patch: its value}`, to say which patch can't be pickled"
         return {f"the patch {o.cls or o.module}.{o.name}":o.value for o in self}
 
-# %% ../../nbs/payload/105_patches.ipynb #0d47c377
-# Of torch only the modules that people patch: all of torch has 5,000 classes
-_LIBRARY_PREFIXES = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
-                     'torch.nn','torch.optim','torch.utils.data','torch._tensor')
-
+# %% ../../nbs/payload/105_patches.ipynb #db71859b
 def _selectors():
     "Return `{type of an attribute: its select function}`"
     res = dict.fromkeys([types.FunctionType, *_INNER_FUNCTIONS], _select_function)
@@ -157,6 +153,7 @@ def _selectors():
         if cls: res[cls] = select
     return res
 
+# %% ../../nbs/payload/105_patches.ipynb #28f6e64f
 # A search runs before each job, over 80,000 names. So it calls no function of Python for each of
 # them, and keeps what it found in a module or class until an attribute there is another object:
 #
@@ -192,6 +189,11 @@ def _search(module, path, owner, selectors):
                for name,v in attrs.items() if issubclass(type(v), type) and v.__module__ == module]
     res = _searched[module,path] = _Searched(attrs, candidates, classes)
     return res
+
+# %% ../../nbs/payload/105_patches.ipynb #25f33fb6
+# Of torch only the modules that people patch: all of torch has 5,000 classes
+_LIBRARY_PREFIXES = ('fastai','fastcore','fasttransform','fastprogress','torchvision',
+                     'torch.nn','torch.optim','torch.utils.data','torch._tensor')
 
 def _namespaces(selectors):
     "Yield `(module, path of a class or None, candidates)`, for all modules and their classes"

@@ -21,17 +21,9 @@ from .models import load_script
 from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
-# The sections: definitions of cells; long lists; `dump`; `load`. No function here is a collective;
-# `dump` and `load` are called in the notebook and in workers.
-#
-# Used here:
-#   reducer_of(type)          the reducer of a type: a function of an object and the `Pickler`
-#   reduces(type)             as a decorator, registers one
-#   load_storage              loads the storage of a tensor; has arguments `to` (a device), `back`
-#   referents(o)              `(template, name, referent)` for each object that `o` refers to
-#   columns.stand_ins(lists)  of a `ColumnCache`: `(list, StandIn)` for those that have a column
-#   cloudpickle               pickles functions and classes of `__main__` by value; the functions
-#                             `_make_function`, `_function_setstate` and `_class_setstate` load them
+# The sections: the stream, `dump`, long lists, functions and classes of cells, `load`, definitions,
+# what can't be loaded. No function here is a collective: `dump` and `load` are called in the
+# notebook and in workers.
 class Payload(NamedTuple):
     "A pickled object, as `dump` returns it. Its buffers are still the memory of the object itself"
     meta:bytes      # The pickle, without the large buffers
@@ -44,114 +36,10 @@ class Payload(NamedTuple):
         "Return a writable copy of each buffer, for a `load` in the same process"
         return [*map(bytearray, self.buffers)]
 
-# %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
-# Definitions are the functions and classes that are pickled by value, and the user's own modules
-# with what they define (`payload.settings`). Two sides need to know them:
-#
-#     rank 0      finds the variables that they have changed (`payload.changes`): the last item of a
-#                 snapshot is a list of them, `Definitions`
-#     notebook    its own classes stay as they are when a result is loaded that refers to them:
-#                 `_sent_classes`. By a number that cloudpickle gives each class it finds its own
-#
-# With them goes the list of objects that both sides have, `held` (`payload.held`). Rank 0 sends
-# pairs of a number in this list and the object as it is then: `Reached`.
-class Definitions(list):
-    """A list that `dump` fills with the definitions that it has pickled before it, and `held` with
-    the objects that both sides have. Make it the last item of the dumped object, empty"""
-    roots = ()      # As of `held_objects`
-    known = ()      # As of `held_objects`
-    def __init__(self, definitions=(), held=()):
-        super().__init__(definitions)
-        self.held = held
-
-@reduces(Definitions)
-def _(definitions, pickler):
-    definitions[:] = [*pickler.definitions, *pickler.own]
-    _sent_classes.update(o for o in pickler.definitions if isinstance(o, type))
-    definitions.held = held_objects(definitions.roots, definitions, definitions.known,
-                                    pickler.memo.copy())
-    return Definitions, (list(definitions), definitions.held)
-
-class Reached:
-    """Is loaded as a list of `(number, object)`: those objects of `held` that were pickled before
-    it, and their numbers"""
-    def __init__(self, held): self.held = held
-
-@reduces(Reached)
-def _(reached, pickler):
-    sent = pickler.memo.copy()
-    return list, ([(i, o) for i,(o,_) in enumerate(reached.held) if id(o) in sent],)
-
-_sent_classes = weakref.WeakSet()       # those of all `Definitions` that this process has dumped
-
-@contextmanager
-def restoring_sent_classes():
-    """Restore the attributes of `_sent_classes` at the end. For a job in the notebook's process
-    (`launch.engine.InProcess`): it loads its payload with a `home`, which sets attributes of the
-    notebook's own classes, and the job may set some, too"""
-    before = [(cls, dict(vars(cls))) for cls in _sent_classes]
-    try: yield
-    finally:
-        for cls,attrs in before:
-            for k in vars(cls).keys() - attrs: delattr(cls, k)
-            for k,v in attrs.items():
-                # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
-                if vars(cls).get(k) is not v: setattr(cls, k, v)
-
-# %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
-# Long lists and tuples, which `dump` pickles as columns. A shorter one is faster to pickle item by
-# item. The least number of items depends on the first one: a text or number; a tensor, or a tuple
-# that begins with one; anything else
-_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
-_MIN_TENSORS = 100
-_MIN_OTHERS = 1000
-
-def _is_long(sequence):
-    "Return True if a list or tuple has so many items that a column is faster"
-    if len(sequence) < _MIN_TENSORS: return False
-    first = sequence[0]
-    part = first[0] if type(first) is tuple and first else first
-    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
-    return isinstance(part, torch.Tensor) or len(sequence) >= least
-
-_MAX_SEARCHED = 10_000      # items; a larger container isn't searched
-
-# Types of objects that can't refer to a long list
-_LEAVES = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
-
-def long_sequences(obj):
-    "Return the long lists and tuples that `obj` is, or refers to; it doesn't search their items"
-    res = []
-    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
-    todo = [obj]
-    while todo:
-        o = todo.pop()
-        if id(o) in seen or isinstance(o, _LEAVES): continue
-        seen[id(o)] = o
-        if type(o) in (list,tuple) and _is_long(o): res.append(o)
-        elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
-    return res
-
-def _is_searched(o):
-    "False for a large container, and for a function or class of a library"
-    if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
-    return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
-
-# %% ../../nbs/payload/102_pickling.ipynb #bc6c8e70
-_replacements = contextvars.ContextVar('fastddp-replacements', default=None)
-
-def replaced_in_dumps(pairs # `(object, replacement)`
-):
-    """Context manager in which `dump`, called by this thread, pickles the replacements. Used for a
-    job in the background: it trains a copy, to which all that is pickled for it is to refer"""
-    # the pair keeps the object alive, and so its id unique
-    return with_context(_replacements, {id(a):(a, b) for a,b in pairs if a is not b})
-
-def _same(o): return o      # a reducer returns a call: for a replaced object that of this function
-
-# The stream. pickle's memo is a table of all objects so far; an object that is in it already is
-# pickled as its place in the table. The stream is two pickles with one memo. Between them, numbers
-# put objects into the memo that need no pickle of their own:
+# %% ../../nbs/payload/102_pickling.ipynb #aeeac24e
+# Two pickles with one memo make the stream. Between them, a number stands for each object that is
+# put into the memo without a pickle of its own: a ref, or a long list that has a stand-in (see
+# "Long lists"). Both sides add the same objects in the same order:
 #
 #     in `dump`                 stream               in `_Unpickler.load`        added to the memo
 #     dump([stand-in, ...])     a pickle             the first `load`            all that it holds
@@ -160,18 +48,28 @@ def _same(o): return o      # a reducer returns a call: for a replaced object th
 #                                                    stand-in                    stand-in
 #     dump(obj)                 a pickle             the second `load`           all that it holds
 #
-# Both sides add the same objects in the same order. So `obj` can refer to a ref or a long list by
-# its place in the memo, which pickle looks up in C; `persistent_id` would be a call in Python for
-# each string and number. Numbers of long lists are negative: they count from the end of the list of
-# stand-ins.
+# Numbers of long lists are negative: they count from the end of the list of stand-ins.
 
 # Pickle instructions for one number: push it, replace it by `persistent_load(number)`, store that
 # in the memo at the next place, and remove it from the stack
 _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
 
+# %% ../../nbs/payload/102_pickling.ipynb #be2f6959
+_replacements = contextvars.ContextVar('fastddp-replacements', default=None)
+
+def replaced_in_dumps(pairs # `(object, replacement)`
+):
+    "Context manager in which `dump`, called by this thread, pickles the replacements"
+    # the pair keeps the object alive, and so its id unique
+    return with_context(_replacements, {id(a):(a, b) for a,b in pairs if a is not b})
+
+def _same(o): return o      # a reducer returns a call: for a replaced object that of this function
+
+# %% ../../nbs/payload/102_pickling.ipynb #bc6c8e70
 class Pickler(cloudpickle.Pickler):
-    "Writes the stream: cloudpickle's pickler with our reducers"
-    names_gpus = True       # see `_noted_devices` of `payload.reducers`
+    "Writes the stream: cloudpickle's pickler with the reducers that `reduces` has registered"
+    # Pickle a tensor's GPU as 'cuda:1'. If False, as 'cuda': any GPU of the loading process
+    names_gpus = True
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -183,9 +81,10 @@ class Pickler(cloudpickle.Pickler):
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
         self._reducers = {}     # type -> its reducer: `reducer_of` is slow
         self._replacements = _replacements.get()
-        self.definitions = []   # those pickled so far; reducers add to it
-        self.named = []         # the same: classes, functions and modules pickled by name
-        self.own = []           # modules of the user's own, and what they define; see `Settings`
+        # reducers add to these lists what they have pickled
+        self.definitions = []   # functions and classes pickled by value
+        self.named = []         # classes, functions and modules pickled by name
+        self.own = []           # of these, modules of the user's own, and what they define
     def reducer_override(self, o):
         "Called by pickle for each object that isn't of a basic type, such as str or dict"
         if self._replacements and id(o) in self._replacements:
@@ -208,7 +107,7 @@ class Pickler(cloudpickle.Pickler):
         self.memo = memo
 
 class RankPickler(Pickler):
-    "As `Pickler`, for what a rank sends to the notebook, which doesn't care for the rank's GPU"
+    "As `Pickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
     names_gpus = False
 
 # %% ../../nbs/payload/102_pickling.ipynb #12c4478b
@@ -246,6 +145,147 @@ def _memory(buffer):
     # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
     return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
 
+# %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
+# The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
+# or a tuple that begins with one; anything else
+_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
+_MIN_TENSORS = 100
+_MIN_OTHERS = 1000
+
+def _is_long(sequence):
+    "Return True if a list or tuple has so many items that a column is faster"
+    if len(sequence) < _MIN_TENSORS: return False
+    first = sequence[0]
+    part = first[0] if type(first) is tuple and first else first
+    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
+    return isinstance(part, torch.Tensor) or len(sequence) >= least
+
+# %% ../../nbs/payload/102_pickling.ipynb #a3af4165
+_MAX_SEARCHED = 10_000      # items; a larger container isn't searched
+
+# Types of objects that can't refer to a long list
+_LEAVES = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
+
+def long_sequences(obj):
+    "Return the long lists and tuples that `obj` is, or refers to; it doesn't search their items"
+    res = []
+    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
+    todo = [obj]
+    while todo:
+        o = todo.pop()
+        if id(o) in seen or isinstance(o, _LEAVES): continue
+        seen[id(o)] = o
+        if type(o) in (list,tuple) and _is_long(o): res.append(o)
+        # `referents` gives `(template, name, referent)` for each object that `o` refers to
+        elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
+    return res
+
+def _is_searched(o):
+    "False for a large container, and for a function or class of a library"
+    if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
+    return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
+
+# %% ../../nbs/payload/102_pickling.ipynb #34656907
+class _Globals(dict):
+    "Globals of a loaded function: those that were pickled with it, then those of `home`"
+    def __init__(self, pickled, home):
+        super().__init__(pickled)
+        self._home = home
+    def __missing__(self, k): return self._home[k]      # Python asks it, since this isn't a `dict`
+
+# %% ../../nbs/payload/102_pickling.ipynb #703c10a5
+@contextmanager
+def _without_init_subclass(bases):
+    "Inside, Python doesn't call the `__init_subclass__` that a class with these bases inherits"
+    owner = next(c for b in (*bases, object) for c in b.__mro__ if '__init_subclass__' in vars(c))
+    if owner is object:
+        yield
+        return
+    before = vars(owner)['__init_subclass__']
+    owner.__init_subclass__ = classmethod(lambda cls: None)
+    try: yield
+    finally: owner.__init_subclass__ = before
+
+def _make_class(meta, name, bases, *args):
+    """As `cloudpickle._make_skeleton_class`. Keywords of the class aren't pickled, but what they
+    have set is. Without them `__init_subclass__` may fail"""
+    make = partial(cloudpickle._make_skeleton_class, meta, name, bases, *args)
+    try: return make()
+    except TypeError:
+        with _without_init_subclass(bases): return make()
+
+# %% ../../nbs/payload/102_pickling.ipynb #5c32a774
+_defined = {}       # name -> the function or class that a payload has defined in its `home`
+
+def _define(home, o):
+    "Define a function or class of a cell in `home`, unless a cell gave the name to something else"
+    name = o.__qualname__
+    is_of_cell = o.__module__ == '__main__' and name.isidentifier()     # not a nested one
+    if not is_of_cell: return
+    # `o` is the function inside of a decorated one, which has the name
+    if getattr(home.get(name), '__wrapped__', None) is o: return
+    if name not in home or home[name] is _defined.get(name, o): home[name] = _defined[name] = o
+
+# %% ../../nbs/payload/102_pickling.ipynb #4f47057a
+_sent_classes = weakref.WeakSet()       # of cells: those that this process has sent in a snapshot
+
+class _CellLoader:
+    """Loads definitions; the arguments are those of `load`. Its methods are called in place of the
+    functions of cloudpickle that make a function, and that set what a function or class has"""
+    def __init__(self, home, define, keep_classes):
+        self.home = home
+        self.define = define
+        self.keep_classes = keep_classes
+        # id of pickled globals -> (their `_Globals`, the pickled ones, which keep the id unique)
+        self.globals = {}
+    def make_function(self, code, its_globals, *args):
+        "Functions of cells that had their globals in common have so again"
+        if self.home is not None and its_globals.get('__name__') == '__main__':
+            new = _Globals(its_globals, self.home), its_globals
+            its_globals,_ = self.globals.setdefault(id(its_globals), new)
+        return cloudpickle._make_function(code, its_globals, *args)
+    def set_function_state(self, f, state):
+        cloudpickle._function_setstate(f, state)
+        if self.define: _define(self.home, f)
+    def set_decorated(self, f, state):
+        "It may be defined before or after the function inside of it, which has the same name"
+        set_decorated(f, state)
+        if self.define: _define(self.home, f)
+    def set_class_state(self, cls, state):
+        # this is the notebook, and `cls` is its own class
+        if self.home is None and cls in _sent_classes: return
+        main = sys.modules['__main__']
+        if self.keep_classes and getattr(main, cls.__qualname__, None) is cls: return
+        cloudpickle._class_setstate(cls, state)
+        if self.define: _define(self.home, cls)
+
+# %% ../../nbs/payload/102_pickling.ipynb #057b66da
+class _Unpickler(pickle.Unpickler):
+    "Reads the stream of a `Pickler`; the arguments are those of `load`"
+    def __init__(self, meta, buffers, device, back, refs, cells):
+        super().__init__(io.BytesIO(meta), buffers=buffers)
+        self._refs = refs
+        # id of a function that pickles call -> what they call here instead
+        self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
+                         id(load_script): partial(load_script, to=device),
+                         id(cloudpickle.subimport): _subimport,
+                         id(cloudpickle._make_function): cells.make_function,
+                         id(cloudpickle._make_skeleton_class): _make_class,
+                         id(cloudpickle._function_setstate): cells.set_function_state,
+                         id(set_decorated): cells.set_decorated,
+                         id(cloudpickle._class_setstate): cells.set_class_state}
+    def load(self):
+        self._stand_ins = super().load()
+        return super().load()
+    def persistent_load(self, number):
+        "Return what a number stands for: a stand-in, or a ref (None if this process lacks it)"
+        if number < 0: return self._stand_ins[number]
+        return self._refs[number] if number < len(self._refs) else None
+    def find_class(self, module, name):
+        "Called by pickle for each function or class that the stream names"
+        found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
+        return self._instead.get(id(found), found)
+
 # %% ../../nbs/payload/102_pickling.ipynb #34656905
 def load(
     meta,        # The pickle of a `Payload`
@@ -266,32 +306,7 @@ def load(
         cells = _CellLoader(home, define, keep_classes)
         return _Unpickler(meta, buffers, device, back, refs, cells).load()
 
-class _Unpickler(pickle.Unpickler):
-    "Reads the stream of a `Pickler`; the arguments are those of `load`"
-    def __init__(self, meta, buffers, device, back, refs, cells):
-        super().__init__(io.BytesIO(meta), buffers=buffers)
-        self._refs = refs
-        # id of a function that pickles call -> what they call here instead
-        self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
-                         id(load_script): partial(load_script, to=device),
-                         id(cloudpickle.subimport): _subimport,
-                         id(cloudpickle._make_function): cells.make_function,
-                         id(cloudpickle._make_skeleton_class): cells.make_class,
-                         id(cloudpickle._function_setstate): cells.set_function_state,
-                         id(set_decorated): cells.set_decorated,
-                         id(cloudpickle._class_setstate): cells.set_class_state}
-    def load(self):
-        self._stand_ins = super().load()
-        return super().load()
-    def persistent_load(self, number):
-        "Return what a number stands for: a stand-in, or a ref (None if this process lacks it)"
-        if number < 0: return self._stand_ins[number]
-        return self._refs[number] if number < len(self._refs) else None
-    def find_class(self, module, name):
-        "Called by pickle for each function or class that the stream names"
-        found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
-        return self._instead.get(id(found), found)
-
+# %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
 _LEAST_IMPORT = .01     # seconds of processor time
 imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
 
@@ -309,80 +324,46 @@ def _subimport(module):
     "As `cloudpickle.subimport`, which imports the module that a cell refers to"
     return _noting_import(module, lambda: cloudpickle.subimport(module))
 
-# %% ../../nbs/payload/102_pickling.ipynb #34656907
-class _Globals(dict):
-    "Globals of a loaded function: those that were pickled with it, then those of `home`"
-    def __init__(self, pickled, home):
-        super().__init__(pickled)
-        self._home = home
-    def __missing__(self, k): return self._home[k]      # Python asks it, since this isn't a `dict`
+# %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
+class Definitions(list):
+    """A list that `dump` fills with the definitions that it has pickled before it, and the user's
+    own modules with what they define. `held` gets the objects that both sides have"""
+    roots = ()      # Values in which the search for `held` begins, see `held_objects`
+    known = ()      # Objects that both sides know by another list: `held` leaves them out
+    def __init__(self, definitions=(), held=()):
+        super().__init__(definitions)
+        self.held = held
 
-_defined = {}       # name -> the function or class that a payload has defined in `home`
+@reduces(Definitions)
+def _(definitions, pickler):
+    definitions[:] = [*pickler.definitions, *pickler.own]
+    _sent_classes.update(o for o in pickler.definitions if isinstance(o, type))
+    definitions.held = held_objects(definitions.roots, definitions, definitions.known,
+                                    pickler.memo.copy())
+    return Definitions, (list(definitions), definitions.held)
 
+class Reached:
+    """Is loaded as a list of `(number, object)`: those objects of `held` that were pickled before
+    it, and their numbers"""
+    def __init__(self, held): self.held = held
+
+@reduces(Reached)
+def _(reached, pickler):
+    sent = pickler.memo.copy()
+    return list, ([(i, o) for i,(o,_) in enumerate(reached.held) if id(o) in sent],)
+
+# %% ../../nbs/payload/102_pickling.ipynb #acb17157
 @contextmanager
-def _without_init_subclass(bases):
-    "Inside, Python doesn't call the `__init_subclass__` that a class with these bases inherits"
-    owner = next(c for b in (*bases, object) for c in b.__mro__ if '__init_subclass__' in vars(c))
-    if owner is object:
-        yield
-        return
-    before = vars(owner)['__init_subclass__']
-    owner.__init_subclass__ = classmethod(lambda cls: None)
+def restoring_sent_classes():
+    "Restore the attributes of `_sent_classes` at the end"
+    before = [(cls, dict(vars(cls))) for cls in _sent_classes]
     try: yield
-    finally: owner.__init_subclass__ = before
-
-class _CellLoader:
-    """Loads definitions; the arguments are those of `load`. In a pickle, a definition is two
-    calls of functions of cloudpickle: one makes it empty, the next sets what may refer to it. Four
-    of these functions, and one of ours, are replaced by methods:
-
-        make_function           makes a function that looks up names in `home`, too
-        make_class              makes a class, also one that was made with keywords
-        set_function_state      sets its variables and attributes; defines it in `home`
-        set_decorated           sets attributes of a decorated function; defines it in `home`
-        set_class_state         sets the attributes of a class; defines it in `home`"""
-    def __init__(self, home, define, keep_classes):
-        self.home = home
-        self.define = define
-        self.keep_classes = keep_classes
-        # id of pickled globals -> (their `_Globals`, the pickled ones, which keep the id unique)
-        self.globals = {}
-    def make_function(self, code, its_globals, *args):
-        "Functions of cells that had their globals in common have so again"
-        if self.home is not None and its_globals.get('__name__') == '__main__':
-            new = _Globals(its_globals, self.home), its_globals
-            its_globals,_ = self.globals.setdefault(id(its_globals), new)
-        return cloudpickle._make_function(code, its_globals, *args)
-    def make_class(self, meta, name, bases, *args):
-        """Its keywords (`class A(Base, kind='a')`) aren't pickled, but what they have set. Without
-        them `__init_subclass__` may fail"""
-        make = partial(cloudpickle._make_skeleton_class, meta, name, bases, *args)
-        try: return make()
-        except TypeError:
-            with _without_init_subclass(bases): return make()
-    def set_function_state(self, f, state):
-        cloudpickle._function_setstate(f, state)
-        self._define(f)
-    def set_decorated(self, f, state):
-        "It may be defined before or after the function inside of it, which has the same name"
-        set_decorated(f, state)
-        self._define(f)
-    def set_class_state(self, cls, state):
-        # this is the notebook, and `cls` is its own class
-        if self.home is None and cls in _sent_classes: return
-        main = sys.modules['__main__']
-        if self.keep_classes and getattr(main, cls.__qualname__, None) is cls: return
-        cloudpickle._class_setstate(cls, state)
-        self._define(cls)
-    def _define(self, o):
-        "Define a function or class in `home`, unless a cell has given the name to something else"
-        name = o.__qualname__
-        is_of_cell = o.__module__ == '__main__' and name.isidentifier()     # not a nested one
-        if not (self.define and is_of_cell): return
-        # `o` is the function inside of a decorated one, which has the name
-        if getattr(self.home.get(name), '__wrapped__', None) is o: return
-        if name not in self.home or self.home[name] is _defined.get(name, o):
-            self.home[name] = _defined[name] = o
+    finally:
+        for cls,attrs in before:
+            for k in vars(cls).keys() - attrs: delattr(cls, k)
+            for k,v in attrs.items():
+                # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
+                if vars(cls).get(k) is not v: setattr(cls, k, v)
 
 # %% ../../nbs/payload/102_pickling.ipynb #e1d02002
 class Unloaded:
@@ -394,6 +375,28 @@ def without_frames(error):
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
 
+# %% ../../nbs/payload/102_pickling.ipynb #a346de3c
+def _making(code, n_read):
+    "Return the method for an instruction that takes `n_read` objects and makes one of them"
+    def run(self):
+        taken = self.stack[len(self.stack)-n_read:] if n_read else []
+        n = len(self.stack)-n_read
+        try: pickle._Unpickler.dispatch[code](self)
+        except Exception as e:
+            args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
+            earlier = next((o for o in args if isinstance(o, Unloaded)), None)
+            self.stack[n:] = [earlier or Unloaded(e)]
+    return run
+
+def _changing(code):
+    "Return the method for an instruction that changes the object below what it takes"
+    def run(self):
+        try: pickle._Unpickler.dispatch[code](self)
+        except Exception as e:
+            self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
+    return run
+
+# %% ../../nbs/payload/102_pickling.ipynb #06057639
 class _Partly(pickle._Unpickler):
     """Reads the stream of a `Pickler`; what fails is an `Unloaded`, or noted in `broken`. The
     result is `obj`"""
@@ -419,26 +422,6 @@ class _Partly(pickle._Unpickler):
             seen[id(part)] = part
             if not isinstance(part, type): todo += parts_of(part, most=math.inf)
         return o
-
-def _making(code, n_read):
-    "Return the method for an instruction that takes `n_read` objects and makes one of them"
-    def run(self):
-        taken = self.stack[len(self.stack)-n_read:] if n_read else []
-        n = len(self.stack)-n_read
-        try: pickle._Unpickler.dispatch[code](self)
-        except Exception as e:
-            args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
-            earlier = next((o for o in args if isinstance(o, Unloaded)), None)
-            self.stack[n:] = [earlier or Unloaded(e)]
-    return run
-
-def _changing(code):
-    "Return the method for an instruction that changes the object below what it takes"
-    def run(self):
-        try: pickle._Unpickler.dispatch[code](self)
-        except Exception as e:
-            self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
-    return run
 
 _Partly.dispatch = dict(pickle._Unpickler.dispatch)
 # besides the objects on the stack, 'c' reads two names from the stream

@@ -57,7 +57,7 @@ class Refused(pickle.PicklingError):
 
 reduces = reduce.register       # as a decorator: registers a reducer for a type and its subclasses
 
-# %% ../../nbs/payload/090_reducers.ipynb #c1d4ee3e
+# %% ../../nbs/payload/090_reducers.ipynb #d95f1c0c
 @reduces(torch.Tensor)
 def _(tensor, pickler):
     "Pickle a tensor as its class does. A fit has a loss for each step, so this is to be fast"
@@ -76,9 +76,13 @@ def _load_sparse_coo(indices, values, size, is_coalesced=None):
     return torch.sparse_coo_tensor(indices, values, size, check_invariants=False,
                                    is_coalesced=is_coalesced)
 
+# %% ../../nbs/payload/090_reducers.ipynb #8e1afd2c
 @reduces(torch.storage.TypedStorage)
 def _(storage, pickler):
     return load_typed_storage, (pickler.canonical(storage._untyped_storage), storage.dtype)
+
+def load_typed_storage(storage, dtype):
+    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
 # Devices are pickled as text, and a process that loads a storage of a GPU notes the text for it, so
 # that the storage finds its way back if it is pickled again there:
@@ -102,9 +106,6 @@ def _(storage, pickler):
     as_bytes.storage = on_cpu       # alive as long as the buffer
     return load_storage, (pickle.PickleBuffer(as_bytes), device)
 
-def load_typed_storage(storage, dtype):
-    return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
-
 def load_storage(
     buffer,     # Bytes, on which the storage lies without a copy
     device,     # The device of the pickled storage as text, see above
@@ -123,75 +124,7 @@ def load_storage(
     if is_named or storage.device.type == 'cpu': _noted_devices[storage] = device
     return storage
 
-# %% ../../nbs/payload/090_reducers.ipynb #8ced6949
-def attr_of(module, name):
-    "Import the module of the name `module`, and return its attribute `name`"
-    return getattr(importlib.import_module(module), name)
-
-@reduces(type)
-def _(cls, pickler):
-    "Pickle a class that isn't in its `__module__` by the name of the module that has it"
-    name = cls.__name__
-    module = sys.modules.get(cls.__module__)
-    is_elsewhere = module is not None and getattr(module, name, None) is not cls
-    is_nested = '.' in cls.__qualname__
-    # cloudpickle knows those of `builtins`, such as that of methods
-    if is_elsewhere and not is_nested and cls.__module__ not in ('__main__','builtins'):
-        for module_name,m in sys.modules.copy().items():
-            # both are names of the notebook's module; `multiprocess` uses the second one
-            if module_name in ('__main__','__mp_main__'): continue
-            if getattr(m, '__dict__', {}).get(name) is cls:
-                pickler.named.append(cls)
-                return attr_of, (module_name,name)
-    return _reduce_definition(cls, pickler)
-
-@reduces(types.FunctionType)
-def _(f, pickler):
-    """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
-    then by value, but without its globals: in the worker, the module has these"""
-    if call := decoration(f): return _reduce_decorated(f, *call)
-    if _seems_of_library(f):
-        pickler.definitions.append(f)
-        return pickler._dynamic_function_reduce(f)
-    if not _is_of_library(f): return _reduce_definition(f, pickler)
-    reduced = cloudpickle.Pickler.reducer_override(pickler, f)
-    if not isinstance(reduced, tuple):      # by name
-        pickler.named.append(f)
-        return reduced
-    make,args,state = reduced[:3]
-    code,_,*rest = args         # the second one are the globals; `slots` has them, too
-    attrs,slots = state
-    return (_load_library_function, (make, f.__module__, code, *rest),
-            (attrs, slots|dict(__globals__={})), *reduced[3:])
-
-def _seems_of_library(f):
-    """True for a function of a cell that `functools.wraps` gave the module and name of another one.
-    Once a cell has set it there, cloudpickle would find it by these"""
-    return f.__globals__.get('__name__') == '__main__' and f.__module__ != '__main__'
-
-def _is_of_library(f):
-    "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
-    module = sys.modules.get(f.__module__)
-    if getattr(module, '__dict__', None) is not f.__globals__: return False
-    if f.__module__ == '__main__' or module.__spec__ is None: return False
-    return '<locals>' not in f.__qualname__
-
-def _load_library_function(make, module, code, *args):
-    return make(code, vars(importlib.import_module(module)), *args)
-
-@reduces(types.CodeType)
-def _(code, pickler):
-    "Keep the code's file name, which tracebacks need; cloudpickle 3.1.3 and later replace it"
-    make,args = pickler.dispatch_table[types.CodeType](code)
-    return make, tuple(code.co_filename if a == '<dynamic-code>' else a for a in args)
-
-@reduces(types.ModuleType)
-def _(module, pickler):
-    "Pickle a module of a subclass of `ModuleType` (`torch.backends.cudnn`) by name"
-    pickler.named.append(module)
-    if type(module) is types.ModuleType: return NotImplemented
-    return importlib.import_module, (module.__name__,)
-
+# %% ../../nbs/payload/090_reducers.ipynb #f2224bc4
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
     if isinstance(o, type): _check_metaclass(o)
@@ -232,6 +165,77 @@ def _keep_slots(
     # a slot called `__x` has a descriptor of another name; a cached list of names is of no use
     slots = [k for k,v in attrs.items() if isinstance(v, types.MemberDescriptorType)]
     for k in ('__slots__','__slotnames__',*slots): attrs.pop(k, None)
+
+# %% ../../nbs/payload/090_reducers.ipynb #d7a40809
+def attr_of(module, name):
+    "Import the module of the name `module`, and return its attribute `name`"
+    return getattr(importlib.import_module(module), name)
+
+@reduces(type)
+def _(cls, pickler):
+    "Pickle a class that isn't in its `__module__` by the name of the module that has it"
+    name = cls.__name__
+    module = sys.modules.get(cls.__module__)
+    is_elsewhere = module is not None and getattr(module, name, None) is not cls
+    is_nested = '.' in cls.__qualname__
+    # cloudpickle knows those of `builtins`, such as that of methods
+    if is_elsewhere and not is_nested and cls.__module__ not in ('__main__','builtins'):
+        for module_name,m in sys.modules.copy().items():
+            # both are names of the notebook's module; `multiprocess` uses the second one
+            if module_name in ('__main__','__mp_main__'): continue
+            if getattr(m, '__dict__', {}).get(name) is cls:
+                pickler.named.append(cls)
+                return attr_of, (module_name,name)
+    return _reduce_definition(cls, pickler)
+
+# %% ../../nbs/payload/090_reducers.ipynb #b4b01ade
+@reduces(types.FunctionType)
+def _(f, pickler):
+    """Pickle a function. If it is a library's without a name, only a dispatch table refers to it;
+    then by value, but without its globals: in the worker, the module has these"""
+    if call := decoration(f): return _reduce_decorated(f, *call)
+    if _seems_of_library(f):
+        pickler.definitions.append(f)
+        return pickler._dynamic_function_reduce(f)
+    if not _is_of_library(f): return _reduce_definition(f, pickler)
+    reduced = cloudpickle.Pickler.reducer_override(pickler, f)
+    if not isinstance(reduced, tuple):      # by name
+        pickler.named.append(f)
+        return reduced
+    make,args,state = reduced[:3]
+    code,_,*rest = args         # the second one are the globals; `slots` has them, too
+    attrs,slots = state
+    return (_load_library_function, (make, f.__module__, code, *rest),
+            (attrs, slots|dict(__globals__={})), *reduced[3:])
+
+def _seems_of_library(f):
+    """True for a function of a cell that `functools.wraps` gave the module and name of another one.
+    Once a cell has set it there, cloudpickle would find it by these"""
+    return f.__globals__.get('__name__') == '__main__' and f.__module__ != '__main__'
+
+def _is_of_library(f):
+    "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
+    module = sys.modules.get(f.__module__)
+    if getattr(module, '__dict__', None) is not f.__globals__: return False
+    if f.__module__ == '__main__' or module.__spec__ is None: return False
+    return '<locals>' not in f.__qualname__
+
+def _load_library_function(make, module, code, *args):
+    return make(code, vars(importlib.import_module(module)), *args)
+
+# %% ../../nbs/payload/090_reducers.ipynb #d52072e0
+@reduces(types.CodeType)
+def _(code, pickler):
+    "Keep the code's file name, which tracebacks need; cloudpickle 3.1.3 and later replace it"
+    make,args = pickler.dispatch_table[types.CodeType](code)
+    return make, tuple(code.co_filename if a == '<dynamic-code>' else a for a in args)
+
+@reduces(types.ModuleType)
+def _(module, pickler):
+    "Pickle a module of a subclass of `ModuleType` (`torch.backends.cudnn`) by name"
+    pickler.named.append(module)
+    if type(module) is types.ModuleType: return NotImplemented
+    return importlib.import_module, (module.__name__,)
 
 # %% ../../nbs/payload/090_reducers.ipynb #53b0273c
 def decoration(o):
@@ -383,7 +387,7 @@ def _(d, pickler):
 # %% ../../nbs/payload/090_reducers.ipynb #7a51c0d1
 class StandIn:
     """An object that is pickled in place of another one, and loaded as the result of `make(*args)`.
-    `payload.buffers` uses it, too"""
+    `payload.columns` uses it, too"""
     def __init__(self, make, *args): self._reduced = make,args
     def __reduce__(self): return self._reduced
 

@@ -10,7 +10,7 @@ from contextlib import ExitStack
 
 from ..base.rng import CommonRNG
 from .blame import not_picklable
-from .buffers import ColumnCache
+from .columns import ColumnCache
 from .patches import collect_patches
 from .pickling import Definitions, dump
 from .settings import Settings

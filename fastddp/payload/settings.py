@@ -164,20 +164,25 @@ def definitions_of(module):
                       if isinstance(v, (type,types.FunctionType)) and v.__qualname__ == k
                       and v.__module__ == module.__name__ and not isinstance(v, EnumMeta))]
 
-def _is_imported(name, v, module):
-    "True if `module` has imported the object `v` from a library, where it has the same name"
-    return can_change(v) and any(getattr(m, '__dict__', {}).get(name) is v and not _is_own(m)
-                                 for m in sys.modules.copy().values() if m is not module)
+def library_variables():
+    "Return the variables of each imported module that isn't the user's own, a list of dicts"
+    modules = [m for m in sys.modules.copy().values() if not _is_own(m)]
+    return [vars(m) for m in modules if hasattr(m, '__dict__')]
 
-def own_variables(o # A module, or a class or function of one
+def own_variables(
+    o,          # A module, or a class or function of one
+    libraries   # What `library_variables` returned
 ):
-    "Return `{Variable: value}` of the variables that are sent to the workers"
+    """Return `{Variable: value}` of the variables that are sent to the workers: not those which the
+    module has imported from a library, where they have the same name"""
+    def is_imported(name, v):
+        return can_change(v) and any(variables.get(name) is v for variables in libraries)
     def is_sent(name, v):
         key = str(name.key)
         if name.kind == 'global' or key.startswith('_abc_') or key in _FLAGS: return False
         is_array = isinstance(v, (torch.Tensor,np.ndarray))
         if is_array and v.nbytes > _MAX_OWN_BYTES: return False
-        return not (isinstance(o, types.ModuleType) and _is_imported(key, v, o))
+        return not (isinstance(o, types.ModuleType) and is_imported(key, v))
     return {name:v for name,v in Variables().values(o).items() if is_sent(name, v)}
 
 def set_own_variables(o, values):
@@ -203,7 +208,9 @@ class Settings:
 @reduces(Settings)
 def _(settings, pickler):
     modules = own_modules(pickler.named)
-    own = {id(o):(o, own_variables(o)) for module in modules for o in definitions_of(module)}
+    libraries = library_variables() if modules else []
+    own = {id(o):(o, own_variables(o, libraries))
+           for module in modules for o in definitions_of(module)}
     pickler.own = [o for o,_ in own.values()]
     rows = [(o, values) for o,values in own.values() if values]
     if settings.checks:

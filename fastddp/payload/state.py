@@ -272,7 +272,115 @@ def set_hooks(
     for i,attrs in hooks.items():
         for k,v in attrs.items(): setattr(objs[i], k, v)
 
-# %% ../../nbs/payload/106_state.ipynb #5b605fec
+# %% ../../nbs/payload/106_state.ipynb #c3ac01da
+# Objects that say how they are pickled. A class has `__getstate__`, which may leave attributes out,
+# such as a wrapped method of its own, and `__setstate__`, which makes these anew for the object
+# whose state it sets
+_OF_LIBRARIES = 'torch','fastai','fastcore','fasttransform'
+
+def own_state(o):
+    """Return the state of an object whose class has a `__getstate__` of its own, as a dict; None
+    for other objects, and for a class of torch or fastai"""
+    cls = next((c for c in type(o).__mro__ if '__getstate__' in vars(c)), object)
+    if cls is object or cls.__module__.partition('.')[0] in _OF_LIBRARIES: return None
+    state = o.__getstate__()
+    return state if isinstance(state, dict) else None
+
+def set_own_state(o,
+    state # As of `own_state`, of `o` or an object of the same class
+):
+    """Set a state as unpickling does, in a new object; raises what `__setstate__` raises, and `o`
+    is as before. Attributes that belong to this process alone stay: those that aren't part of the
+    state, and that `__setstate__` doesn't make"""
+    before = vars_of(o).copy()
+    left_out = before.keys() - (own_state(o) or before).keys()
+    attrs = vars_of(o)
+    attrs.clear()
+    try:
+        if hasattr(o, '__setstate__'): o.__setstate__(state)
+        else: attrs.update(state)
+    except BaseException:
+        attrs.clear()
+        attrs.update(before)
+        raise
+    for k in left_out - attrs.keys(): attrs[k] = before[k]
+
+# %% ../../nbs/payload/106_state.ipynb #417fca99
+def _replace_attributes(old, attrs, kept=()):
+    "Give `old` these attributes, and no others than these and those named in `kept`; not slots"
+    if not hasattr(old, '__dict__'): return
+    attrs = attrs | {k:v for k,v in vars(old).items() if k in kept}
+    vars(old).clear()
+    vars(old).update(attrs)
+
+def _update_object(old, new):
+    "Make `old` equal to `new` as unpickling would; False if contents are elsewhere"
+    make,args,state = (*new.__reduce_ex__(4), None)[:3]
+    is_new = make is copyreg.__newobj__ and len(args) == 1 or make is type(new) and not args
+    if is_new and hasattr(old, '__setstate__'): set_own_state(old, state)
+    # also if another function makes the object, from arguments of its own
+    elif not keeps_contents_in_attributes(type(old)): return False
+    elif isinstance(state, dict) and own_state(new) is not None: set_own_state(old, state)
+    else:
+        _replace_attributes(old, vars_of(new))
+        for name in copyreg._slotnames(type(old)):
+            if hasattr(new, name): object.__setattr__(old, name, getattr(new, name))
+            elif hasattr(old, name): object.__delattr__(old, name)
+    return True
+
+def keeps_contents_in_attributes(cls):
+    "Return True if an object of the class consists of attributes and slots alone"
+    # as `object.__reduce_ex__` finds out: a class in C keeps contents in memory of its own
+    pointers = len(copyreg._slotnames(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
+    return cls.__basicsize__ <= object.__basicsize__+pointers*_POINTER and not cls.__itemsize__
+
+_POINTER = struct.calcsize('P')     # bytes
+
+# %% ../../nbs/payload/106_state.ipynb #3e4a3706
+def _parts(module):
+    "Return `{name: module or tensor}` of all modules, parameters and buffers"
+    return {**dict(module.named_modules()), **{f'.{k}':t for k,t in model_tensors(module).items()}}
+
+def _update_module(old, new):
+    """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
+    Return False if those of `new` have other names, or are in attributes that `old` lacks"""
+    old_parts = _parts(old)
+    new_parts = _parts(new)
+    if old_parts.keys() != new_parts.keys(): return False
+    for k,t in old_parts.items():
+        if isinstance(t, nn.Module): continue
+        overwrite_tensor(t, new_parts[k])
+        if isinstance(t, nn.Parameter): t.requires_grad_(new_parts[k].requires_grad)
+    new_ids = {*map(id, new_parts.values())}
+    for k,module in new_parts.items():
+        if not isinstance(module, nn.Module): continue
+        own = old_parts[k]
+        if isinstance(module, torch.jit.ScriptModule):
+            _update_script(own, module)
+            continue
+        state = own_state(module)
+        attrs = vars(module) if state is None else state
+        # `own` keeps its own attributes that refer to parts, since those of `new` refer to the
+        # parts of `new`. If it has no such attribute yet, it can't be updated
+        referring = {name for name,v in attrs.items() if _refers_to(v, new_ids)}
+        if not referring <= vars(own).keys(): return False
+        kept = MODULE_ATTRS|referring
+        if state is None: _replace_attributes(own, attrs, kept)
+        else: set_own_state(own, attrs | {k:v for k,v in vars(own).items() if k in kept})
+    return True
+
+def _update_script(old, new):
+    "Make one TorchScript module equal to `new`, except for tensors; the code is the same"
+    for k,v in script_values(new).items():
+        if k not in MODULE_ATTRS: set_script_value(old, k, v)
+
+def _refers_to(v, ids):
+    "True if `v` is an object with one of these ids, or holds one (`_flat_weights` of an RNN)"
+    if isinstance(v, weakref.ref): v = v()
+    if isinstance(v, dict): v = [*v.values()]
+    return any(_refers_to(o, ids) for o in v) if isinstance(v, (list,tuple)) else id(v) in ids
+
+# %% ../../nbs/payload/106_state.ipynb #b7ad1f97
 # Any other object (`payload.changes`). It gets the contents of another one, since variables
 # elsewhere may refer to it:
 #
@@ -321,111 +429,6 @@ def _update(old, new):
 def _is_updated(old, new):
     "True if `old` has the contents of `new` now"
     return update_in_place(old, new) if can_change(old) else type(old) is type(new) and old == new
-
-# Objects that say how they are pickled. A class has `__getstate__`, which may leave attributes out,
-# such as a wrapped method of its own, and `__setstate__`, which makes these anew for the object
-# whose state it sets
-_OF_LIBRARIES = 'torch','fastai','fastcore','fasttransform'
-
-def own_state(o):
-    """Return the state of an object whose class has a `__getstate__` of its own, as a dict; None
-    for other objects, and for a class of torch or fastai"""
-    cls = next((c for c in type(o).__mro__ if '__getstate__' in vars(c)), object)
-    if cls is object or cls.__module__.partition('.')[0] in _OF_LIBRARIES: return None
-    state = o.__getstate__()
-    return state if isinstance(state, dict) else None
-
-def set_own_state(o,
-    state # As of `own_state`, of `o` or an object of the same class
-):
-    """Set a state as unpickling does, in a new object; raises what `__setstate__` raises, and `o`
-    is as before. Attributes that belong to this process alone stay: those that aren't part of the
-    state, and that `__setstate__` doesn't make"""
-    before = vars_of(o).copy()
-    left_out = before.keys() - (own_state(o) or before).keys()
-    attrs = vars_of(o)
-    attrs.clear()
-    try:
-        if hasattr(o, '__setstate__'): o.__setstate__(state)
-        else: attrs.update(state)
-    except BaseException:
-        attrs.clear()
-        attrs.update(before)
-        raise
-    for k in left_out - attrs.keys(): attrs[k] = before[k]
-
-def _update_object(old, new):
-    "Make `old` equal to `new` as unpickling would; False if contents are elsewhere"
-    make,args,state = (*new.__reduce_ex__(4), None)[:3]
-    is_new = make is copyreg.__newobj__ and len(args) == 1 or make is type(new) and not args
-    if is_new and hasattr(old, '__setstate__'): set_own_state(old, state)
-    # also if another function makes the object, from arguments of its own
-    elif not keeps_contents_in_attributes(type(old)): return False
-    elif isinstance(state, dict) and own_state(new) is not None: set_own_state(old, state)
-    else:
-        _replace_attributes(old, vars_of(new))
-        for name in copyreg._slotnames(type(old)):
-            if hasattr(new, name): object.__setattr__(old, name, getattr(new, name))
-            elif hasattr(old, name): object.__delattr__(old, name)
-    return True
-
-def keeps_contents_in_attributes(cls):
-    "Return True if an object of the class consists of attributes and slots alone"
-    # as `object.__reduce_ex__` finds out: a class in C keeps contents in memory of its own
-    pointers = len(copyreg._slotnames(cls)) + (cls.__dictoffset__ > 0) + (cls.__weakrefoffset__ > 0)
-    return cls.__basicsize__ <= object.__basicsize__+pointers*_POINTER and not cls.__itemsize__
-
-_POINTER = struct.calcsize('P')     # bytes
-
-def _replace_attributes(old, attrs, kept=()):
-    "Give `old` these attributes, and no others than these and those named in `kept`; not slots"
-    if not hasattr(old, '__dict__'): return
-    attrs = attrs | {k:v for k,v in vars(old).items() if k in kept}
-    vars(old).clear()
-    vars(old).update(attrs)
-
-def _parts(module):
-    "Return `{name: module or tensor}` of all modules, parameters and buffers"
-    return {**dict(module.named_modules()), **{f'.{k}':t for k,t in model_tensors(module).items()}}
-
-def _update_module(old, new):
-    """Make a module equal to `new`; its modules, parameters and buffers stay the same objects.
-    Return False if those of `new` have other names, or are in attributes that `old` lacks"""
-    old_parts = _parts(old)
-    new_parts = _parts(new)
-    if old_parts.keys() != new_parts.keys(): return False
-    for k,t in old_parts.items():
-        if isinstance(t, nn.Module): continue
-        overwrite_tensor(t, new_parts[k])
-        if isinstance(t, nn.Parameter): t.requires_grad_(new_parts[k].requires_grad)
-    new_ids = {*map(id, new_parts.values())}
-    for k,module in new_parts.items():
-        if not isinstance(module, nn.Module): continue
-        own = old_parts[k]
-        if isinstance(module, torch.jit.ScriptModule):
-            _update_script(own, module)
-            continue
-        state = own_state(module)
-        attrs = vars(module) if state is None else state
-        # `own` keeps its own attributes that refer to parts, since those of `new` refer to the
-        # parts of `new`. If it has no such attribute yet, it can't be updated
-        referring = {name for name,v in attrs.items() if _refers_to(v, new_ids)}
-        if not referring <= vars(own).keys(): return False
-        kept = MODULE_ATTRS|referring
-        if state is None: _replace_attributes(own, attrs, kept)
-        else: set_own_state(own, attrs | {k:v for k,v in vars(own).items() if k in kept})
-    return True
-
-def _update_script(old, new):
-    "Make one TorchScript module equal to `new`, except for tensors; the code is the same"
-    for k,v in script_values(new).items():
-        if k not in MODULE_ATTRS: set_script_value(old, k, v)
-
-def _refers_to(v, ids):
-    "True if `v` is an object with one of these ids, or holds one (`_flat_weights` of an RNN)"
-    if isinstance(v, weakref.ref): v = v()
-    if isinstance(v, dict): v = [*v.values()]
-    return any(_refers_to(o, ids) for o in v) if isinstance(v, (list,tuple)) else id(v) in ids
 
 # %% ../../nbs/payload/106_state.ipynb #e1d06005
 # Objects that refer to each other. Each pair is an object of this process, and a loaded copy of its

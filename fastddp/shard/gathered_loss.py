@@ -11,7 +11,7 @@ from collections import deque
 from numbers import Integral
 
 import torch
-from fastcore.basics import GetAttr
+from fastcore.basics import GetAttr, patch
 from fastcore.foundation import L
 
 from ..base import group
@@ -84,20 +84,7 @@ def from_items(t, k, by_views):
     if k < 2: return t
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
-def _with_graph(t, own):
-    "Return `t` with the graph of this rank's tensor `own`, which gets a gradient of zeros"
-    return t+own.flatten()[:0].sum() if own.requires_grad else t
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #e2f5d489
-class _ScaleGradient(torch.autograd.Function):
-    "The identity; the backward pass multiplies the gradient by `factor`"
-    @staticmethod
-    def forward(ctx, t, factor):
-        ctx.factor = factor
-        return t.view_as(t)
-    @staticmethod
-    def backward(ctx, grad): return grad*ctx.factor, None
-
+# %% ../../nbs/shard/314_gathered_loss.ipynb #6f470f0f
 def _numbers_rows(t # A tensor with several rows for each item, such as two views
 ):
     """True for targets that are the numbers of the batch's rows in some order, such as where
@@ -129,21 +116,10 @@ class LocalBatch:
         positions # Positions of these items in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
-        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
-        leaves = self._leaves(self.tree[1], n_fed)
-        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
-        # then each row is an item that counts
-        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
-        if n_rows == 0 or n_rows%n_fed:
-            n_fed = n_rows
-            count = n_rows if count else 0
+        n_fed,count = self._count_items(count)
         self.n_fed = n_fed
         self.count = count
-        self.positions = [*map(int, positions)] if all_numbers(positions) else []
-        if len(self.positions) != count:
-            # positions are unknown: the items of one rank come after those of another
-            first = group.rank()*2**32
-            self.positions = list(range(first, first+count))
+        self.positions = self._known_positions(positions)
         leaves = self._leaves(self.tree, n_fed)
         lists = [[*o] for o in leaves if is_list(o)]
         self.lists = [o[:count] for o in lists]
@@ -164,6 +140,22 @@ class LocalBatch:
         self.has_rows = any(rows)   # some prediction has rows of items
         # True for a prediction without rows of items, such as a loss that the model computed
         self.has_computed_number = any(not k and t.requires_grad for t,k in zip(preds, rows))
+    def _count_items(self, count):
+        "Return how many items the model was fed, and how many of these count"
+        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
+        leaves = self._leaves(self.tree[1], n_fed)
+        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
+        # then each row is an item that counts
+        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
+        if n_rows and not n_rows%n_fed: return n_fed, count
+        return n_rows, n_rows if count else 0
+    def _known_positions(self, positions):
+        "Return a number for each item that counts, by which the items of all ranks are sorted"
+        known = [*map(int, positions)] if all_numbers(positions) else []
+        if len(known) == self.count: return known
+        # the items of one rank come after those of another
+        first = group.rank()*2**32
+        return list(range(first, first+self.count))
     def _leaves(self, tree, n_fed):
         "Return the tensors of a tree, and its lists with an entry for each item"
         return tensors_in(tree, self._is_leaf(n_fed))
@@ -180,84 +172,111 @@ class LocalBatch:
                    for t,k,o in zip(self.tensors, self.rows_each, self.numbers_rows)]
         return float(zlib.crc32(repr((layouts, self.is_list)).encode()))
 
-    def gather(self,
-        counts # `count` of each rank, whose `layout()` is the same
-    ):
-        """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
-        rank's predictions. A collective operation"""
-        sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-        # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
-        shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
-                  for m in counts]
-        positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
-        order = torch.cat(positions).argsort()
-        tensors = [*self.tensors]
-        columns = [*map(list, columns)]
-        for i,k in enumerate(self.rows_each):
-            if not self.numbers_rows[i]: continue
-            columns[i] = self._renumbered(columns[i], k, counts, order)
-            tensors[i] = columns[i][group.rank()].to(tensors[i].device)
-        joined = iter([self._join(*o, counts, order)
-                       for o in zip(tensors, self.rows_each, columns)])
-        lists = iter(self._join_lists(counts, order) if self.lists else ())
-        leaves = [next(lists if o else joined) for o in self.is_list]
-        return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
-    def _renumbered(self, parts, k, counts, order): # As of `_join`
-        "Return targets that number the rows of a rank's batch as numbers of rows of the joined one"
-        total = sum(counts)
-        place = order.argsort()     # of each item, in the joined batch
-        res = []
-        first = 0
-        for part,m in zip(parts, counts):
-            n_fed = max(m, 2)
-            view,item = (part//n_fed, part%n_fed) if self.by_views else (part%k, part//k)
-            # what is fed beside the items that count is a copy of them
-            new = place.to(part.device)[first+item.clamp(max=m-1)]
-            res.append((view*total+new if self.by_views else new*k+view).to(part.dtype))
-            first += m
-        return res
-    def _join_lists(self, counts, order):
-        "Return the lists of all ranks, with their entries in one order. A collective operation"
-        sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
-        of_ranks = group.all_gather_object(sent)
-        return [self._join_entries(*o, counts, order)
-                for o in zip(self.entries, self.lists, zip(*of_ranks))]
-    def _join_entries(self, leaf, own, parts, counts, order):
-        "Return one list of all ranks; other ranks' entries have the structure of `leaf`"
-        device = next((t.device for t in tensors_in(leaf)), None)
-        joined = []
-        for rank,entries in enumerate(parts):
-            for i,tensors in enumerate(entries):
-                if rank == group.rank(): joined.append(self._scaled(own[i], counts))
-                else:
-                    tensors = [t.to(device) for t in tensors]
-                    if not own: tensors = [*map(_with_graph, tensors, tensors_in(leaf))]
-                    joined.append(with_tensors(leaf, tensors))
-        return [joined[i] for i in order.tolist()]
-    def _scaled(self, entry, counts):
-        factor = sum(counts)/self.count
-        return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
-                                    for t in tensors_in(entry)])
+# %% ../../nbs/shard/314_gathered_loss.ipynb #3f33c1b7
+class _ScaleGradient(torch.autograd.Function):
+    "The identity; the backward pass multiplies the gradient by `factor`"
+    @staticmethod
+    def forward(ctx, t, factor):
+        ctx.factor = factor
+        return t.view_as(t)
+    @staticmethod
+    def backward(ctx, grad): return grad*ctx.factor, None
 
-    def _join(self,
-              t, k,       # A tensor of this rank, with its graph, and its `rows_each`
-              parts,      # The same tensor of each rank, without a graph
-              counts,     # As of `gather`
-              order       # Indices that sort the rows of all ranks
-    ):
-        """Return the tensor of all ranks: their rows in one order, or the mean over items of a
-        number. A tensor whose rows don't belong to items stays this rank's"""
-        if t.ndim and not k: return t
-        total = sum(counts)
-        parts = [o.to(t.device) for o in parts]
-        # this rank's part keeps its graph; M/m, see `LocalBatch`
-        factor = total/self.count if self.count else 0.
-        own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
-        parts[group.rank()] = own.as_subclass(torch.Tensor)
-        if k: whole = torch.cat(parts)[order.to(t.device)]
-        else: whole = sum(o*(m/total) for o,m in zip(parts, counts))    # means over items
-        # of the same kind of fastai's tensors, which have methods of their own
-        return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
+@patch
+def _join(self:LocalBatch,
+          t, k,       # A tensor of this rank, with its graph, and its `rows_each`
+          parts,      # The same tensor of each rank, without a graph
+          counts,     # As of `gather`
+          order       # Indices that sort the rows of all ranks
+):
+    """Return the tensor of all ranks: their rows in one order, or the mean over items of a
+    number. A tensor whose rows don't belong to items stays this rank's"""
+    if t.ndim and not k: return t
+    total = sum(counts)
+    parts = [o.to(t.device) for o in parts]
+    # this rank's part keeps its graph; M/m, see `LocalBatch`
+    factor = total/self.count if self.count else 0.
+    own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
+    parts[group.rank()] = own.as_subclass(torch.Tensor)
+    if k: whole = torch.cat(parts)[order.to(t.device)]
+    else: whole = sum(o*(m/total) for o,m in zip(parts, counts))    # means over items
+    # of the same kind of fastai's tensors, which have methods of their own
+    return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #071c80c6
+@patch
+def _renumbered(self:LocalBatch, parts, k, counts, order): # As of `_join`
+    "Return targets that number the rows of a rank's batch as numbers of rows of the joined one"
+    total = sum(counts)
+    place = order.argsort()     # of each item, in the joined batch
+    res = []
+    first = 0
+    for part,m in zip(parts, counts):
+        n_fed = max(m, 2)
+        view,item = (part//n_fed, part%n_fed) if self.by_views else (part%k, part//k)
+        # what is fed beside the items that count is a copy of them
+        new = place.to(part.device)[first+item.clamp(max=m-1)]
+        res.append((view*total+new if self.by_views else new*k+view).to(part.dtype))
+        first += m
+    return res
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #26490919
+def _with_graph(t, own):
+    "Return `t` with the graph of this rank's tensor `own`, which gets a gradient of zeros"
+    return t+own.flatten()[:0].sum() if own.requires_grad else t
+
+@patch
+def _join_lists(self:LocalBatch, counts, order):
+    "Return the lists of all ranks, with their entries in one order. A collective operation"
+    sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
+    of_ranks = group.all_gather_object(sent)
+    return [self._join_entries(*o, counts, order)
+            for o in zip(self.entries, self.lists, zip(*of_ranks))]
+
+@patch
+def _join_entries(self:LocalBatch, leaf, own, parts, counts, order):
+    "Return one list of all ranks; other ranks' entries have the structure of `leaf`"
+    device = next((t.device for t in tensors_in(leaf)), None)
+    joined = []
+    for rank,entries in enumerate(parts):
+        for i,tensors in enumerate(entries):
+            if rank == group.rank(): joined.append(self._scaled(own[i], counts))
+            else:
+                tensors = [t.to(device) for t in tensors]
+                if not own: tensors = [*map(_with_graph, tensors, tensors_in(leaf))]
+                joined.append(with_tensors(leaf, tensors))
+    return [joined[i] for i in order.tolist()]
+
+@patch
+def _scaled(self:LocalBatch, entry, counts):
+    factor = sum(counts)/self.count
+    return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
+                                for t in tensors_in(entry)])
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #4245b814
+@patch
+def gather(self:LocalBatch,
+    counts # `count` of each rank, whose `layout()` is the same
+):
+    """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
+    rank's predictions. A collective operation"""
+    sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
+    # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
+    shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
+              for m in counts]
+    positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
+    order = torch.cat(positions).argsort()
+    tensors = [*self.tensors]
+    columns = [*map(list, columns)]
+    for i,k in enumerate(self.rows_each):
+        if not self.numbers_rows[i]: continue
+        columns[i] = self._renumbered(columns[i], k, counts, order)
+        tensors[i] = columns[i][group.rank()].to(tensors[i].device)
+    joined = iter([self._join(*o, counts, order)
+                   for o in zip(tensors, self.rows_each, columns)])
+    lists = iter(self._join_lists(counts, order) if self.lists else ())
+    leaves = [next(lists if o else joined) for o in self.is_list]
+    return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #cac318db
 # Parts of a batch, joined
@@ -342,7 +361,7 @@ class LossState:
                 if t._version != version: t.copy_(copy)
         return lost
 
-# %% ../../nbs/shard/314_gathered_loss.ipynb #dfde9e62
+# %% ../../nbs/shard/314_gathered_loss.ipynb #0a1101a9
 # The losses of a fit
 
 LOSS_KINDS = 'auto','mean','sum','gather'     # that the user may ask for
@@ -356,23 +375,7 @@ def check_loss(loss # The user's option `loss=`
                          "'mean' over items, 'sum' over items, or 'gather' (computed over the "
                          "predictions and targets of all workers).")
 
-# Kind of a loss -> how it is computed, for the user
-_HOW = dict(known="weighted by the elements that count", mean="a mean over items",
-            sum="a sum over items", average="averaged over workers, weighted by items",
-            gather="computed over the predictions and targets of all workers")
-AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
-            "process.")
-
-_AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
-                     "from one process. If it is a sum over items, pass loss='sum'.")
-_STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
-                  "batches that worker 0 had. From the next one on, every worker validates all.")
-STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
-            "what it keeps is as in one process.")
-_GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
-             "If it is a mean over items, loss='mean' gives the same result faster.")
-_LOST = " A call that failed has changed its {}, which couldn't be undone."
-
+# %% ../../nbs/shard/314_gathered_loss.ipynb #8c872a38
 class Losses:
     """Decides for each loss function of a fit how the losses of ranks make that of the global
     batch. Each rank has one for a fit or a validation. The kinds of a loss function `f`:
@@ -420,109 +423,147 @@ class Losses:
         "Return True if `f` is computed over the predictions of all ranks"
         return self.kind(f) == 'gather'
 
-    # For the user
-    def describe(self):
-        "Return a text that says how each loss function is computed"
-        return '; '.join(f"{loss_name(f)}: {_HOW[kind]}" for f,kind in self.kinds.values())
-    @property
-    def has_averages(self):
-        "Return True if a loss is averaged over ranks"
-        return any(kind == 'average' for _,kind in self.kinds.values())
-    def print_once(self, line,
-                   name # Of the line: a second line of that name isn't shown
-    ):
-        "Show a line on rank 0"
-        if name not in self.shown and group.rank() == 0: self.show(line)
-        self.shown.add(name)
+# Kind of a loss -> how it is computed, for the user
+_HOW = dict(known="weighted by the elements that count", mean="a mean over items",
+            sum="a sum over items", average="averaged over workers, weighted by items",
+            gather="computed over the predictions and targets of all workers")
+AVERAGED = ("it is averaged over workers, weighted by items, which may differ slightly from one "
+            "process.")
 
-    def is_unwatched(self, f, training):
-        "Return True if `f`, a loss of the user's, has not been called by `watched` yet"
-        return self.kind(f) != 'known' and (id(f),training) not in self.states_checked
-    def watched(self, f, training, call # Called without arguments; calls `f`
-    ):
-        "Return `call()`; the first time, note whether `f` changes a state of its own"
-        if not self.is_unwatched(f, training): return call()
-        self.states_checked.add((id(f),training))
-        state = LossState(f)
-        loss = call()
-        if not state.changed(): return loss
-        self.is_stateful_here = True
-        if not training: self.print_once(_STATE_OF_PART.format(loss_name(f)), 'part')
-        return loss
+@patch
+def describe(self:Losses):
+    "Return a text that says how each loss function is computed"
+    return '; '.join(f"{loss_name(f)}: {_HOW[kind]}" for f,kind in self.kinds.values())
 
-    # A loss over the items of all ranks
-    def of_all_ranks(self, f, # A loss function that `is_gathered`
-              batch,                  # This rank's `LocalBatch`
-              nbytes, counts, layouts, # Each rank's `nbytes`, `count` and `layout()`, as lists
-              agree # `agree(failed)`: a meeting; True if `failed` is True on some rank
-    ):
-        """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
-        None if it can't be computed, and `f` is averaged from then on. A collective operation.
-        Raises what `f` raises if it does so with the items of this rank alone, too"""
-        # Why it can't be computed. Made of what was exchanged, so all ranks return here or none
-        why_not = ''
-        if max(nbytes) > self.MOST_BYTES:
-            why_not = f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
-        elif len({*layouts}) > 1 or layouts[0] == NO_ROWS:
-            why_not = "their predictions don't fit together"
-        # Why it can't or isn't exact. This may differ from rank to rank; the user sees rank 0's
-        why = why_not
-        if not why and batch.has_computed_number:
-            why = "a part of it is a number that the model computed"
-        if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
-                                f"workers ({why}): {AVERAGED}", 'average')
-        if why_not:
-            self.kinds[id(f)] = f,'average'
-            return None
-        state = LossState(f)
-        try:
-            pred,yb = batch.gather([int(m) for m in counts])
-            loss = f(pred, *yb)
-        except Exception as e:      # `f` reads more than these, or has a mistake
-            if self.option == 'gather': raise
-            loss,error = None,e
-        if loss is None: self._try_alone(f, batch, error)
-        if not agree(loss is None):
-            if not why: self.print_once(_GATHERED.format(loss_name(f), sum(nbytes)/1e6), 'gather')
-            return loss
-        lost = state.undo()
+@patch(as_prop=True)
+def has_averages(self:Losses):
+    "Return True if a loss is averaged over ranks"
+    return any(kind == 'average' for _,kind in self.kinds.values())
+
+@patch
+def print_once(self:Losses, line,
+               name # Of the line: a second line of that name isn't shown
+):
+    "Show a line on rank 0"
+    if name not in self.shown and group.rank() == 0: self.show(line)
+    self.shown.add(name)
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #3da41deb
+_STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
+                  "batches that worker 0 had. From the next one on, every worker validates all.")
+STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
+            "what it keeps is as in one process.")
+
+@patch
+def is_unwatched(self:Losses, f, training):
+    "Return True if `f`, a loss of the user's, has not been called by `watched` yet"
+    return self.kind(f) != 'known' and (id(f),training) not in self.states_checked
+
+@patch
+def watched(self:Losses, f, training, call # Called without arguments; calls `f`
+):
+    "Return `call()`; the first time, note whether `f` changes a state of its own"
+    if not self.is_unwatched(f, training): return call()
+    self.states_checked.add((id(f),training))
+    state = LossState(f)
+    loss = call()
+    if not state.changed(): return loss
+    self.is_stateful_here = True
+    if not training: self.print_once(_STATE_OF_PART.format(loss_name(f)), 'part')
+    return loss
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #d9363b29
+_AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
+                     "from one process. If it is a sum over items, pass loss='sum'.")
+_GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
+             "If it is a mean over items, loss='mean' gives the same result faster.")
+_LOST = " A call that failed has changed its {}, which couldn't be undone."
+
+@patch
+def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
+          batch,                  # This rank's `LocalBatch`
+          nbytes, counts, layouts, # Each rank's `nbytes`, `count` and `layout()`, as lists
+          agree # `agree(failed)`: a meeting; True if `failed` is True on some rank
+):
+    """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
+    None if it can't be computed, and `f` is averaged from then on. A collective operation.
+    Raises what `f` raises if it does so with the items of this rank alone, too"""
+    why_not = self._why_not_joined(nbytes, layouts)
+    # Why it can't or isn't exact. This may differ from rank to rank; the user sees rank 0's
+    why = why_not
+    if not why and batch.has_computed_number:
+        why = "a part of it is a number that the model computed"
+    if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
+                            f"workers ({why}): {AVERAGED}", 'average')
+    if why_not:
         self.kinds[id(f)] = f,'average'
-        self.print_once(f"{loss_name(f)} reads more of a batch than predictions and targets, so "
-                        + _AVERAGED_INSTEAD + (_LOST.format(', '.join(lost)) if lost else ''),
-                        'average')
-    def _try_alone(self, f, batch, error):
-        "Raise what `f` raises for this rank's items alone: that is the user's error"
-        state = LossState(f)
-        with torch.no_grad():
-            try: f(batch.tree[0], *batch.tree[1])
-            except Exception as e: raise e from error
-        state.undo()
+        return None
+    state = LossState(f)
+    loss = self._call_joined(f, batch, counts)
+    if not agree(loss is None):
+        if not why: self.print_once(_GATHERED.format(loss_name(f), sum(nbytes)/1e6), 'gather')
+        return loss
+    lost = state.undo()
+    self.kinds[id(f)] = f,'average'
+    self.print_once(f"{loss_name(f)} reads more of a batch than predictions and targets, so "
+                    + _AVERAGED_INSTEAD + (_LOST.format(', '.join(lost)) if lost else ''),
+                    'average')
 
-    # Terms of the loss that each rank computes for itself
-    def check_terms(self,
-        # Of the first training batch, as the loss function returned it: a tensor, or its node in
-        # the graph; a node if there is `changed`
-        loss,
-        pred,             # The predictions that it was given, a tree of tensors
-        named_parameters, # Those of the model, a method
-        changed=None,     # The loss of the backward pass, to which callbacks may have added
-        cbs=()            # These callbacks
-    ):
-        """Tell the user of terms that each rank computes of what it has, so that they are averaged.
-        Only the first call searches, in two parts of the graph: from `loss` to the predictions, for
-        parameters of the model (a penalty on weights); from `changed` to `loss`, for predictions
-        and parameters (what a callback added)"""
-        if self.terms_checked: return
-        self.terms_checked = True
-        preds = {t.grad_fn for t in tensors_in(pred)}
-        used = leaves_of(graph_of(loss, until=preds))
-        names = sorted(name for name,p in named_parameters() if id(p) in used)
-        if names:
-            self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
-                            f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
-        if changed is None: return
-        added = graph_of(changed, until=[loss])
-        params = {id(p) for _,p in named_parameters()}
-        if preds.isdisjoint(added) and params.isdisjoint(leaves_of(added)): return
-        who = ', '.join(type(cb).__name__ for cb in cbs)
-        if who: self.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')
+@patch
+def _why_not_joined(self:Losses, nbytes, layouts):
+    """Return why the predictions of all ranks can't be joined; '' if they can. It is made of
+    what was exchanged, so it is the same on all ranks"""
+    if max(nbytes) > self.MOST_BYTES:
+        return f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+    fit = len({*layouts}) == 1 and layouts[0] != NO_ROWS
+    return '' if fit else "their predictions don't fit together"
+
+@patch
+def _call_joined(self:Losses, f, batch, counts):
+    "Return the loss of what all ranks have; None if that raises an error"
+    try:
+        pred,yb = batch.gather([int(m) for m in counts])
+        return f(pred, *yb)
+    except Exception as e:      # `f` reads more than these, or has a mistake
+        if self.option == 'gather': raise
+        error = e
+    self._try_alone(f, batch, error)
+
+@patch
+def _try_alone(self:Losses, f, batch, error):
+    "Raise what `f` raises for this rank's items alone: that is the user's error"
+    state = LossState(f)
+    with torch.no_grad():
+        try: f(batch.tree[0], *batch.tree[1])
+        except Exception as e: raise e from error
+    state.undo()
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #de807578
+@patch
+def check_terms(self:Losses,
+    # Of the first training batch, as the loss function returned it: a tensor, or its node in
+    # the graph; a node if there is `changed`
+    loss,
+    pred,             # The predictions that it was given, a tree of tensors
+    named_parameters, # Those of the model, a method
+    changed=None,     # The loss of the backward pass, to which callbacks may have added
+    cbs=()            # These callbacks
+):
+    """Tell the user of terms that each rank computes of what it has, so that they are averaged.
+    Only the first call searches, in two parts of the graph: from `loss` to the predictions, for
+    parameters of the model (a penalty on weights); from `changed` to `loss`, for predictions
+    and parameters (what a callback added)"""
+    if self.terms_checked: return
+    self.terms_checked = True
+    preds = {t.grad_fn for t in tensors_in(pred)}
+    used = leaves_of(graph_of(loss, until=preds))
+    names = sorted(name for name,p in named_parameters() if id(p) in used)
+    if names:
+        self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
+                        f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
+    if changed is None: return
+    added = graph_of(changed, until=[loss])
+    params = {id(p) for _,p in named_parameters()}
+    if preds.isdisjoint(added) and params.isdisjoint(leaves_of(added)): return
+    who = ', '.join(type(cb).__name__ for cb in cbs)
+    if who: self.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')

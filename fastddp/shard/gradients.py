@@ -15,6 +15,7 @@ from torch import nn
 from ..base import group
 from ..base.checks import FLAG, number
 from ..base.errors import CantDistribute
+from ..base.forks import until_context_released
 from ..base.scoped import with_attrs
 from .loss import loss_module
 from .same_model import first_of
@@ -24,7 +25,7 @@ from .same_model import first_of
 # Used here:
 #   group.average_(tensors)     sets them to their mean over ranks. A collective
 #   group.all_sum(values)       the sums over ranks of a list of numbers. A collective
-#   group.until_context_released(loss)  around a pass under DDP: waits for gloo's threads, see there
+#   until_context_released(loss)    around a pass under DDP: waits for gloo's threads, see there
 #   loss_module(loss_func)      the module of a loss function, or None
 #   with_attrs(o, k=v)          context manager that sets attributes, and restores them
 #
@@ -372,7 +373,7 @@ class Overlapped:
         without_grad = {id(p) for p in self._trained() if p.grad is None}
         self.n_passes += 1
         out = self.ddp(loss)
-        with group.until_context_released(out): torch_backward(out, *args, **kwargs)
+        with until_context_released(out): torch_backward(out, *args, **kwargs)
         try: return self.ddp.reducer._check_reducer_finalized()
         except RuntimeError:
             unused = self._find_unused(graph_of(loss))

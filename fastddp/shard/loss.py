@@ -34,8 +34,6 @@ def _defining_module(f):
 
 # Modules whose losses wrap another one, their attribute `func`
 _WRAPPERS = 'fastai.losses','fastai.layers'
-# Beginnings of the names of fastai's modules with losses that take a mean over items
-_MODULES_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'
 
 def unwrapped(loss_func):
     """Return `(f, keywords)`: the function inside any `functools.partial` and fastai's wrappers
@@ -59,6 +57,10 @@ def loss_name(loss_func):
     "Return the name of the loss for messages to the user"
     f,_ = unwrapped(loss_func)
     return getattr(f, '__name__', None) or type(f).__name__
+
+# %% ../../nbs/shard/304_loss.ipynb #d9c5692a
+# Beginnings of the names of fastai's modules with losses that take a mean over items
+_MODULES_OF_FASTAI = *_WRAPPERS, 'fastai.callback','fastai.vision.gan'
 
 def is_known(loss_func):
     "Return True for losses of torch and fastai whose attributes say how they reduce items"

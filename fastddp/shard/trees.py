@@ -96,7 +96,7 @@ def is_list_of_items(o, # A part of the predictions or targets
     # as many heads of a model as items: each is a tensor with a row for each item
     return all(map(tensors_in, o)) and not all(map(is_head, o))
 
-# %% ../../nbs/shard/300_trees.ipynb #c2841274
+# %% ../../nbs/shard/300_trees.ipynb #c1a39f66
 def spec_of(tree):
     """Return the structure of a tree in plain values. A tensor is 't'; another value that isn't
     plain is None; what holds parts is `(name of its class, items, attributes)`"""
@@ -117,6 +117,20 @@ def spec_of(tree):
 
 def class_name(o): return f"{type(o).__module__}.{type(o).__qualname__}"
 
+# %% ../../nbs/shard/300_trees.ipynb #c5c967df
+class Stand(dict):
+    "Stands for an object of a class that this rank has no object of: items and attributes"
+    def __init__(self, items=(), attrs=()):
+        super().__init__(items)
+        vars(self).update(attrs)
+    def __iter__(self):
+        is_sequence = [*self.keys()] == [*range(len(self))]
+        return iter(self.values()) if is_sequence else iter(self.keys())
+    def __getattr__(self, k):
+        if k in self: return self[k]
+        raise AttributeError(k)
+
+# %% ../../nbs/shard/300_trees.ipynb #3477de0c
 def note_examples(tree, examples):
     "Add the objects in a tree to the dict `examples`, by `class_name`"
     def visit(o, seen):
@@ -149,18 +163,6 @@ def tree_from(spec, tensors,
     return visit(spec)
 
 _PLAIN = {class_name(o):o for o in ([], (), {})}
-
-class Stand(dict):
-    "Stands for an object of a class that this rank has no object of: items and attributes"
-    def __init__(self, items=(), attrs=()):
-        super().__init__(items)
-        vars(self).update(attrs)
-    def __iter__(self):
-        is_sequence = [*self.keys()] == [*range(len(self))]
-        return iter(self.values()) if is_sequence else iter(self.keys())
-    def __getattr__(self, k):
-        if k in self: return self[k]
-        raise AttributeError(k)
 
 # %% ../../nbs/shard/300_trees.ipynb #e188a80a
 def trees_of_ranks(tree, # This rank's; None: it has none now

@@ -403,6 +403,7 @@ def test_load_on_all_ranks(tmp_path, n_acc):
     as_one(make)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize('event,rank',
                          [(e, '01'[i % 2]) for i, e in enumerate(('before_fit', *AROUND, *IN_BATCH, 'after_fit'))])
 def test_load_on_one_rank_only(tmp_path, event, rank):

@@ -3,7 +3,7 @@ import contextlib, os, signal
 import pytest
 from fastddp.all import CantDistribute
 from fastddp.cluster import cluster
-from fastddp.launch import local, session
+from fastddp.launch import held_gpus, session
 from parity import learner, warm
 
 
@@ -34,7 +34,7 @@ def test_jobs_and_blocks_beside_a_cluster():
     with pytest.raises(CantDistribute, match=HELD): cluster.Cluster(gpus=[1, 2])
     dip.shutdown()
     learn.distrib_fit(1, gpus=[1, 2], wait=False).result(60)
-    assert not local._reservations
+    assert not held_gpus._reservations
 
 
 def test_a_cluster_beside_jobs_and_blocks():
@@ -46,7 +46,7 @@ def test_a_cluster_beside_jobs_and_blocks():
     job.stop()
     job.result(60)
     cluster.Cluster(gpus=[1, 2]).shutdown()
-    assert not local._reservations
+    assert not held_gpus._reservations
 
 
 @pytest.mark.parametrize('n,device', [(0, None), (1, 'the GPU')])
@@ -64,5 +64,5 @@ def test_a_cluster_that_has_ended_holds_nothing():
     dip = cluster.Cluster(gpus=[0, 1])
     os.kill(dip.pids[1], signal.SIGKILL)
     with pytest.raises(Exception, match='ended'): dip.run_cell('import time; time.sleep(60)')
-    assert not local._reservations
+    assert not held_gpus._reservations
     dip.shutdown()

@@ -319,6 +319,16 @@ def test_what_was_pushed_stays_what_it_was(group):
     assert '(0.0, 1000000.0)' in group.run('%%dip\nfirst.sum().item(), second.sum().item()')
 
 
+def test_what_was_pushed_or_pulled_can_grow(group):
+    group.run('import torch, numpy as np\nheld, row = [torch.ones(3)], np.ones(3)\n%dipush held row')
+    said = group.run('%%dip\nheld[0].resize_(1000).fill_(2)\nrow.resize(50, refcheck=False)\nheld[0].sum(), row.size')
+    assert '(tensor(2000.), 50)' in said
+    group.run('%dipull held row')
+    assert group.run('held[0].sum(), row.size') == '(tensor(2000.), 50)\n'
+    assert group.run('held[0].resize_(5000).shape, row.resize(90, refcheck=False), row.size') == (
+        '(torch.Size([5000]), None, 90)\n')
+
+
 def test_a_function_finds_names_of_the_workers(group):
     group.run('def ten(): return kept*10\n%dipush ten')
     assert re.findall(r': (\d+)', group.run('%%dip --see all\nten()')) == ['10', '20', '30']

@@ -15,7 +15,7 @@ from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, Subset, WeightedRandomSampler
 from fastddp.all import *
-from fastddp.payload import buffers
+from fastddp.payload import columns as columns_module
 from traces import PASSING, children, environment, memfds
 from learners import make_learner, mlp, seed_all
 from parity import assert_same, items, largest, learner, loaders, seed, alone_like, warm
@@ -285,7 +285,7 @@ class Notes(Callback):
 
 
 def test_long_lists_of_names_are_shared_and_stay_lists(monkeypatch):
-    monkeypatch.setattr(buffers, '_MAX_PLAIN', 0)       # these names would take 2 MB
+    monkeypatch.setattr(columns_module, '_MAX_PLAIN', 0)       # these names would take 2 MB
     dls = DataLoaders.from_dsets(Named(), Named(), bs=4, device='cpu', num_workers=2)
     learn = Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), lr=0.05)
     learn.distrib_fit(1, nprocs=2, cbs=(notes := Notes()))

@@ -7,6 +7,7 @@ from fastai.learner import Metric
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from fastddp.all import *
+from fastddp.payload.pickling import dump
 from parity import items, learner, mlp, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -408,6 +409,7 @@ class GrowsList(Callback):
         self.deep[0].resize_(n+1)
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('n', [0, 1, 3, 8])
 @pytest.mark.parametrize('how', ['buffer', 'attribute'])
 def test_a_tensor_that_grows(two, how, n):
@@ -481,11 +483,14 @@ def test_a_tensor_in_the_groups_of_an_optimizer(two):
     assert learn.opt.opt.param_groups[0]['n'] is n and n == 8
 
 
+def first(items): return items[0]
+
+
 class Queued(torch.utils.data.Dataset):
     "Keeps an iterator over a loader, as torchio's `Queue` does"
-    def __init__(self, data): self.data, self.it, self.seen = data, None, 0
+    def __init__(self, data, n_processes=0): self.data, self.n, self.it = data, n_processes, None
     def begin(self):
-        self.it = iter(torch.utils.data.DataLoader(self.data, collate_fn=lambda b: b[0]))
+        self.it = iter(torch.utils.data.DataLoader(self.data, collate_fn=first, num_workers=self.n))
         return self
     def __len__(self): return len(self.data)
     def __getitem__(self, i):
@@ -493,13 +498,18 @@ class Queued(torch.utils.data.Dataset):
         except StopIteration: return next(self.begin().it)
 
 
-@pytest.mark.parametrize('n_read', [0, 1])
-def test_an_iterator_over_a_loader_begins_anew(n_read, recwarn):
-    data = Queued(items(8)).begin()
+@pytest.mark.parametrize('n_read,n_processes', [(0, 0), (1, 0), (1, 1)])
+def test_an_iterator_over_a_loader_begins_anew(n_read, n_processes, recwarn):
+    data = Queued(items(8), n_processes).begin()
     for i in range(n_read): data[i]
     assert ranch(2, first_of, data) == [float(items(8)[n_read][0][0]), float(items(8)[0][0][0])]
     assert len([o for o in recwarn if 'begins anew' in str(o.message)]) == n_read
-    learner(train=8, data=lambda n, s=0: Queued(items(n)).begin()).distrib_fit(2, nprocs=2)
+    state = torch.get_rng_state()
+    dump(data)
+    assert torch.equal(torch.get_rng_state(), state)
+    learn = learner(train=8, data=lambda n, s=0: Queued(items(n), n_processes).begin())
+    learn.distrib_fit(2, nprocs=2)
+    learn.dls.train_ds.it = learn.dls.valid_ds.it = data.it = None      # their processes end
 
 
 def first_of(data): return float(data[0][0][0])

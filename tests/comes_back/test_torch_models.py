@@ -61,6 +61,7 @@ def new(model, bs=4, **kwargs):
     return learn
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('kind', MODELS)
 def test_trains_as_in_one_process(two, kind):
     learn, one = new(MODELS[kind]), new(MODELS[kind], bs=8)     # torch copies few of these models

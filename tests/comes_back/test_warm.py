@@ -90,15 +90,15 @@ def quiet(**kwargs):
 
 def test_a_block_keeps_its_workers(tmp_path):
     "Through fits, validation, predictions and `lr_find`"
-    learn, seen = quiet(path=tmp_path), []
+    learn, seen, before = quiet(path=tmp_path), [], children()
     calls = [lambda: learn.fit(1), lambda: learn.fit(1), learn.validate, learn.get_preds,
              lambda: learn.fit_one_cycle(1),
              lambda: learn.lr_find(show_plot=False, num_it=4), lambda: learn.fit(1)]
     with learn.distrib_ctx(nprocs=2):
         for call in calls:
             call()
-            seen.append(children())
-    assert len(seen[0]) == 2 and seen == seen[:1]*7
+            seen.append(children() - before)
+    assert len(seen[0]) == 2 and seen == seen[:1]*7, (seen, [o.cmdline() for o in seen[0] if o.is_running()])
     assert not children() & seen[0]
 
 

@@ -45,6 +45,7 @@ def faulty(what, place, rank, marker):
     return make_learner(cbs=[OneFault(what, event, rank, epoch, batch, marker=str(marker))])
 
 
+@pytest.mark.few(4)
 @pytest.mark.spread
 @pytest.mark.parametrize('what,place,rank', TABLE, ids=[f'{w}, {p}, rank {r}' for w, p, r in TABLE])
 def test_table(what, place, rank, tmp_path):

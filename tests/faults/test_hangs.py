@@ -5,13 +5,14 @@ import os, re, signal, socket, sys, threading, time, weakref
 import pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback
 from fastddp.all import Local, RankDied, RankRaised, TorchDDPCtx, ranch
-from fastddp.base import group
+from fastddp.base import forks, group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch import monitor
 from fastddp.launch.engine import Job
 from fastddp.process import helper, worker
 from fastddp.process.helper import is_stopped
 from learners import make_learner
+from spread import long_but
 
 
 def half_a_message(ctx, what):
@@ -24,7 +25,8 @@ def half_a_message(ctx, what):
     group.barrier()
 
 
-@pytest.mark.parametrize('what,error,timeout', [('killed', RankDied, 60), ('stopped', GroupTimeout, 10)])
+@pytest.mark.parametrize('what,error,timeout', [
+    ('killed', RankDied, 60), pytest.param('stopped', GroupTimeout, 10, marks=pytest.mark.full)])
 def test_in_the_middle_of_a_message(what, error, timeout):
     with pytest.raises(error) as caught: Local(gpus=[], timeout=timeout).run(Job.of(half_a_message, what), 2)
     assert caught.value.rank == 1
@@ -138,7 +140,7 @@ def test_interrupt_while_a_rank_waits_in_a_collective(tmp_path):
     with pytest.raises(KeyboardInterrupt): ranch(2, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False))
 
 
-@pytest.mark.parametrize('n', [2, 3])
+@pytest.mark.parametrize('n', long_but([2, 3], 2))
 def test_the_notebook_does_not_wait_for_ever(n, tmp_path):
     with pytest.raises(GroupTimeout) as caught:
         ranch(n, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False, timeout=8))
@@ -164,7 +166,7 @@ def collect(ctx, n):
     return held
 
 
-@pytest.mark.skipif(not group.FORKS_MAY_HANG, reason='this Python forks safely')
+@pytest.mark.skipif(not forks.FORKS_MAY_HANG, reason='this Python forks safely')
 def test_no_thread_holds_what_a_collective_sent():
     "It would need Python's list of threads, maybe while a DataLoader forks: the child would wait for ever"
     assert Local(gpus=[]).run(Job.of(collect, 500), 2).results == [0, 0]
@@ -181,7 +183,7 @@ class Releases(Callback):
     def after_fit(self): self.context = None
 
 
-@pytest.mark.skipif(not group.FORKS_MAY_HANG or not hasattr(torch._C, '_remove_obj_from_tls'),
+@pytest.mark.skipif(not forks.FORKS_MAY_HANG or not hasattr(torch._C, '_remove_obj_from_tls'),
                     reason='this Python forks safely, or this torch keeps the context')
 def test_no_thread_holds_the_context_of_a_backward_pass():
     "As above. torch hands Python's context variables on to the threads that exchange gradients"

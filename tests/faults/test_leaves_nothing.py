@@ -317,6 +317,7 @@ def killed_while_all_open_the_page(ctx, obj):
     board.group_board()
 
 
+@pytest.mark.full
 def test_a_rank_that_is_killed_while_the_board_is_made():
     before = set(Path(tempfile.gettempdir()).glob('fastddp*'))
     with pytest.raises(RankDied), Local(gpus=[], see=()) as local:

@@ -10,7 +10,7 @@ from fastai.metrics import accuracy
 from torch import nn
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner_job, resume
-from fastddp.launch import background, local, session
+from fastddp.launch import background, held_gpus, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
 from parity import learner, mlp, seed, values, warm
@@ -316,7 +316,7 @@ def test_a_block_that_cannot_be_closed_keeps_no_one_waiting(monkeypatch):
     job = waiting(end).then(learner().distrib_fit, 1, nprocs=2)
     end.set()
     with pytest.raises(CantDistribute): job.result(60)
-    assert job not in local.running_jobs
+    assert job not in held_gpus.running_jobs
 
 
 def test_refused(two):
@@ -341,7 +341,7 @@ def test_refused(two):
     with pytest.raises(CantDistribute, match='n_epoch'): learn.distrib_fit('x', wait=False, **two)
     for p in learn.model.parameters(): p.requires_grad_(False)
     with pytest.raises(CantDistribute, match='no trainable parameters'): learn.distrib_fit(1, wait=False, **two)
-    assert not local.running_jobs and not [k for k in vars(learn) if k == 'fit']
+    assert not held_gpus.running_jobs and not [k for k in vars(learn) if k == 'fit']
 
 
 def test_offload_of_a_call_that_waits_is_refused(two):
@@ -362,12 +362,12 @@ def test_offload_of_a_call_that_waits_is_refused(two):
 def test_gpus_of_a_job():
     job = background.BackgroundJob('fit(9)', run=None)
     job.gpus = 0, 1
-    local.running_jobs.append(job)
+    held_gpus.running_jobs.append(job)
     with pytest.raises(CantDistribute, match=r'fit\(9\), starting has GPU 1\.'):
-        local.refuse_gpus_of_jobs([1, 2])
-    local.refuse_gpus_of_jobs([2])
-    local.running_jobs.remove(job)
-    local.refuse_gpus_of_jobs([1])
+        held_gpus.refuse_gpus_of_jobs([1, 2])
+    held_gpus.refuse_gpus_of_jobs([2])
+    held_gpus.running_jobs.remove(job)
+    held_gpus.refuse_gpus_of_jobs([1])
 
 
 def test_a_job_beside_a_block(two, monkeypatch):
@@ -384,7 +384,7 @@ def test_a_job_beside_a_block(two, monkeypatch):
     job = learn.distrib_fit(1, gpus=[1, 2], wait=False)
     with pytest.raises(CantDistribute, match='has GPU 1'), outer.distrib_ctx(gpus=[0, 1]): pass
     job.result(60)
-    assert not local._reservations
+    assert not held_gpus._reservations
 
 
 def test_a_closure_means_the_twin(two):

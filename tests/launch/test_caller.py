@@ -8,6 +8,7 @@ from fastddp.base import group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch import caller
 from learners import make_learner
+from spread import long_but
 
 CPU = dict(use_gpu=False)
 root = Path(__file__).resolve().parent.parent.parent
@@ -123,6 +124,7 @@ def test_its_output_is_the_cells_own(as_before, capsys):
     assert capsys.readouterr().out == 'I am 2\n'
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize('how', ['returns', 'raises'])
 @pytest.mark.parametrize('ctx', [False, True])
 def test_the_process_is_as_before(as_before, tmp_path, how, ctx):
@@ -163,7 +165,7 @@ def test_the_notebook_waits_and_says_for_whom(as_before, capsys, monkeypatch, tm
     assert capsys.readouterr().out == 'Rank 0, in this process, has ended. It waits for rank 1.\n'
 
 
-@pytest.mark.parametrize('path', ['launch/513_caller', 'tutorials/ranch'])
+@pytest.mark.parametrize('path', long_but(['launch/513_caller', 'tutorials/ranch']))
 def test_a_notebook_in_the_main_thread(path, tmp_path):
     "All of its cells, also those that nbdev's thread leaves out"
     cells = json.loads((root/'nbs'/f'{path}.ipynb').read_text(encoding='utf-8'))['cells']
@@ -220,6 +222,7 @@ ERRORS = {'raises': RankRaised, 'exits': RankDied, 'leaves': RankRaised, 'is kil
           'has no descriptors': RankRaised}
 
 
+@pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize('n,mine', [(2, 0), (3, 0), (3, 2)])
 @pytest.mark.parametrize('when', ['before', 'in', 'alone'])
@@ -275,6 +278,7 @@ def one_never_returns():
     while me() == 1: time.sleep(.01)
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize('what', [collectives, python, stopped, one_never_returns])
 def test_ctrl_c(as_before, what):
     thread = press(3)

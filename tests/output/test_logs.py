@@ -145,7 +145,11 @@ if __name__ == '__main__':
 '''
 
 
-@pytest.mark.parametrize('launcher', [[], ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']])
+TORCHRUN = ['-m', 'torch.distributed.run', '--standalone', '--nproc-per-node=2']
+
+
+@pytest.mark.full
+@pytest.mark.parametrize('launcher', [[], TORCHRUN], ids=['script', 'torchrun'])
 def test_order(launcher, tmp_path):
     (tmp_path/'script.py').write_text(SCRIPT)
     ran = subprocess.run([sys.executable, *launcher, 'script.py'], cwd=tmp_path, text=True, capture_output=True,

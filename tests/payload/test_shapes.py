@@ -11,10 +11,11 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
-from fastddp.payload import buffers
-from fastddp.payload.buffers import ColumnCache, LazyList
+from fastddp.payload import columns as columns_module
+from fastddp.payload.columns import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
+from spread import long_but
 
 N = 1200
 
@@ -47,7 +48,7 @@ LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}
 @pytest.fixture(autouse=True)
 def few_are_many(monkeypatch):
     "As if they needed more memory than is made at once"
-    monkeypatch.setattr(buffers, '_MAX_PLAIN', 0)
+    monkeypatch.setattr(columns_module, '_MAX_PLAIN', 0)
 
 
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
@@ -72,6 +73,7 @@ def same(a, b):
     return type(a) is type(b) and equals(a, b)
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize('shape', SHAPES)
 def test_a_list_is_a_list_over_a_column(shape):
     items = made(shape)
@@ -188,7 +190,7 @@ CHANGES = {
     'tensors': lambda items: [o.numpy().__imul__(-2) for o in items]}
 
 
-@pytest.mark.parametrize('shape', SHAPES)
+@pytest.mark.parametrize('shape', long_but(SHAPES, 'tensors', 'dicts', 'images', 'paths and labels'))
 def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launcher):
     learn = learner(data=lambda n, s=0: Items(made(shape), shape), bs=25)
     before = [p.clone() for p in learn.model.parameters()]
@@ -239,7 +241,8 @@ HELD = {
     'transform': (torch.clone, lambda d, i: d[i], None)}
 
 
-@pytest.mark.parametrize('kind', HELD)
+@pytest.mark.parametrize('kind', long_but(HELD, 'tensor', 'element, through numpy', 'array of objects', 'cell', 'item',
+                                           'image', 'transform'))
 def test_what_changed_between_two_fits_of_a_block_is_trained_on(kind, launcher):
     learn, change = learner(data=lambda n, s=0: Held(kind)), HELD[kind][2]
     for dl in learn.dls.loaders: dl.after_item = Pipeline([Scale()])

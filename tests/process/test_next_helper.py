@@ -72,6 +72,7 @@ def test_the_next_call_finds_it_imported(module):
     assert not imported_by_workers(other.here) and not imported_by_workers(lib.here)
 
 
+@pytest.mark.full
 def test_a_library_that_the_users_module_imports(module):
     lib = module('lib_below')
     own = module('own_above', 'import lib_below', folder='')
@@ -81,6 +82,7 @@ def test_a_library_that_the_users_module_imports(module):
     assert imported_by_workers(both) == (True, False)      # the user's module may change
 
 
+@pytest.mark.full
 def test_workers_stay_when_the_helper_is_replaced(module):
     lib = module('lib_in_block')
     with learner().distrib_ctx(nprocs=2) as block:
@@ -98,12 +100,12 @@ def test_workers_stay_when_the_helper_is_replaced(module):
 
 THREAD = 'import threading; threading.Thread(target=time.sleep, args=(99,), daemon=True).start()'
 ENDS_HELPER = """
-import sys, threading
-if threading.active_count() == 1 and 'pytest' not in sys.modules: os._exit(3)       # a worker has two
-"""
+import threading
+if threading.active_count() == 1 and os.getpid() != %d: os._exit(3)       # a worker has two
+""" % os.getpid()
 
 
-@pytest.mark.parametrize('more', [THREAD, ENDS_HELPER], ids=['thread', 'ends'])
+@pytest.mark.parametrize('more', [THREAD, pytest.param(ENDS_HELPER, marks=pytest.mark.full)], ids=['thread', 'ends'])
 def test_a_library_after_which_workers_cannot_be_forked(module, more):
     lib = module('lib_refused', more)
     helper.ensure_helper()

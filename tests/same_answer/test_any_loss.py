@@ -35,6 +35,7 @@ def make(name, **kwargs):
     return learner(loss_func=loss(), model=model, **kw)
 
 
+@pytest.mark.few(9)
 @pytest.mark.spread
 @pytest.mark.parametrize('name', EXACT)
 def test_any_loss_is_that_of_one_process(ranks, name, capfd):
@@ -66,6 +67,7 @@ def test_gradients_that_accumulate(ranks, name, n_acc):
 LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred', 'after_loss', 'after_batch')]
 
 
+@pytest.mark.few(4)
 @pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
 def test_one_rank_leaves_while_others_wait_for_its_predictions(two, event, kind, at, epoch, valid):
@@ -235,6 +237,7 @@ class LossParams(Collect):
 
 
 @pytest.mark.spread
+@pytest.mark.spread
 @pytest.mark.parametrize('loss', [ArcFace, RootArc])
 @pytest.mark.parametrize('late', [False, True])
 def test_a_loss_with_parameters(ranks, loss, late):
@@ -289,6 +292,7 @@ def text_batch(pairs, join):
 
 
 @pytest.mark.full
+@pytest.mark.spread
 @pytest.mark.parametrize('loss', [nn.CTCLoss(), F.ctc_loss, partial(F.ctc_loss, zero_infinity=True)])
 @pytest.mark.parametrize('join', [torch.cat, partial(nn.utils.rnn.pad_sequence, batch_first=True)])
 def test_ctc_of_texts_of_any_length(two, loss, join):
@@ -317,6 +321,7 @@ def contrast(pred, y):
     return nn.functional.cross_entropy(like.masked_fill(torch.eye(len(y)).bool(), -1e9), y)
 
 
+@pytest.mark.spread('train together')
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 @pytest.mark.parametrize('train,together', [(32, False), (37, False), (32, True)])
 def test_targets_that_number_the_rows(two, train, together, batch):

@@ -7,6 +7,7 @@ from fastai.callback.training import GradientAccumulation
 from fastddp.base.errors import RankRaised
 from as_written import AVERAGED, CASES, NAMED, made
 from parity import Steps, alone_like, assert_ranks_alike, assert_same, fit_both, items, learner, mlp, seed, warm
+from spread import long_but
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -44,7 +45,9 @@ def test_trains_on_workers(ranks, name, how, capfd):
 
 @pytest.mark.spread
 # fastai counts the boxes of the first item, and divides a square root in place
-@pytest.mark.parametrize('name', [o for o in CASES if 'detection' not in o and o != 'annealed_by_itself'])
+@pytest.mark.parametrize('name', long_but(
+    [o for o in CASES if 'detection' not in o and o != 'annealed_by_itself'],
+    'data_class', 'masked_language_model', 'barlow_twins', 'label_smoothing', 'views_first', 'two_heads', 'survival'))
 def test_while_gradients_accumulate(ranks, name):
     n, launcher = ranks
     learn = made(name, train=32)

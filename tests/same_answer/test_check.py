@@ -121,6 +121,7 @@ OWN = {'size': (lambda: learner(model=Odd()), 'Does the model compare the items 
        'padding': (padded, 'not removed here: padding.')}
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('kind', OWN)
 def test_a_difference_of_a_learners_own_is_named(two, kind):
     make, said = OWN[kind]

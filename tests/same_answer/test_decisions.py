@@ -3,17 +3,17 @@ process."""
 import re, subprocess, sys
 from pathlib import Path
 import pytest, torch
-from fastai.callback.core import (Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
-                                  CancelFitException,
-                                  CancelStepException, CancelTrainException, CancelValidException)
+from fastai.callback.core import (
+    Callback, CancelBackwardException, CancelBatchException, CancelEpochException, CancelFitException,
+    CancelStepException, CancelTrainException, CancelValidException)
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam
 from torch import nn
 from fastddp.base import group
-from parity import Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, alone_like
-from parity import values, warm
+from parity import (
+    Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, values, warm)
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -23,16 +23,23 @@ def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
 
 
-RAISES = dict(batch=CancelBatchException, train=CancelTrainException, valid=CancelValidException,
-              epoch=CancelEpochException,
-              fit=CancelFitException, step=CancelStepException, backward=CancelBackwardException)
+RAISES = dict(
+    batch=CancelBatchException,
+    train=CancelTrainException,
+    valid=CancelValidException,
+    epoch=CancelEpochException,
+    fit=CancelFitException,
+    step=CancelStepException,
+    backward=CancelBackwardException)
 
 
 class Leave(Callback):
     "Raises once, on one rank, at one event; `at` is a training batch, -1 the last one, None where there is none"
     order = 51
     def __init__(self, event, kind, rank, at=None, epoch=0, valid=False):
-        self.rank, self.kind, self.at, self.when, self.valid, self.done = rank, kind, at, epoch, valid, False
+        self.rank, self.kind = rank, kind
+        self.at, self.when, self.valid = at, epoch, valid
+        self.done = False
         setattr(self, event, self.go)
     def go(self):
         if self.done or group.rank() != self.rank or self.learn.epoch != self.when: return
@@ -52,31 +59,53 @@ class AtEnd(Collect):
         super().after_fit()
 
 
-EVENTS = [(e, k, at, ep, False)
-          for e, k, at, ep in [
-              ('before_batch', 'batch', 0, 0), ('before_batch', 'batch', 1, 0), ('before_batch', 'fit', 0, 0),
-                               ('before_batch', 'epoch', 2, 1),
-              ('before_batch', 'train', -1, 1), ('after_pred', 'batch', 2, 0), ('after_pred', 'train', 2, 0),
-                               ('after_loss', 'batch', 1, 1),
-              ('after_loss', 'epoch', 1, 0), ('before_backward', 'backward', 0, 0),
-                               ('before_backward', 'backward', 3, 0),
-              ('before_backward', 'fit', -1, 1),
-              ('after_step', 'train', 1, 0), ('after_step', 'fit', -1, 1), ('after_batch', 'train', 1, 0),
-                               ('after_batch', 'train', -1, 0),
-              ('after_batch', 'epoch', 0, 0), ('after_batch', 'epoch', -1, 0), ('after_batch', 'fit', 3, 1),
-                               ('after_batch', 'fit', -1, 1),
-              ('before_train', 'train', None, 0), ('before_train', 'epoch', None, 1), ('before_train', 'fit', None, 1),
-              ('before_epoch', 'epoch', None, 1), ('before_epoch', 'fit', None, 1), ('after_train', 'epoch', None, 0),
-              ('after_train', 'fit', None, 0), ('before_validate', 'valid', None, 0),
-                               ('before_validate', 'epoch', None, 0),
-              ('before_validate', 'fit', None, 1), ('after_validate', 'epoch', None, 0),
-                               ('after_validate', 'fit', None, 0),
-              ('after_validate', 'fit', None, 1), ('after_epoch', 'fit', None, 0), ('after_epoch', 'fit', None, 1),
-              ('before_fit', 'fit', None, 0)]]
-EVENTS += [(e, k, at, 0, True) for e, k,
-           at in [('before_batch', 'valid', 0), ('after_pred', 'valid', 1), ('after_loss', 'fit', 0),
-                                               ('after_batch', 'valid', 0), ('after_batch', 'epoch', 1),
-                  ('after_batch', 'fit', -1)]]
+# What is raised at which event: in which training batch (`at`) of which epoch
+IN_TRAINING = [
+    ('before_batch', 'batch', 0, 0),
+    ('before_batch', 'batch', 1, 0),
+    ('before_batch', 'fit', 0, 0),
+    ('before_batch', 'epoch', 2, 1),
+    ('before_batch', 'train', -1, 1),
+    ('after_pred', 'batch', 2, 0),
+    ('after_pred', 'train', 2, 0),
+    ('after_loss', 'batch', 1, 1),
+    ('after_loss', 'epoch', 1, 0),
+    ('before_backward', 'backward', 0, 0),
+    ('before_backward', 'backward', 3, 0),
+    ('before_backward', 'fit', -1, 1),
+    ('after_step', 'train', 1, 0),
+    ('after_step', 'fit', -1, 1),
+    ('after_batch', 'train', 1, 0),
+    ('after_batch', 'train', -1, 0),
+    ('after_batch', 'epoch', 0, 0),
+    ('after_batch', 'epoch', -1, 0),
+    ('after_batch', 'fit', 3, 1),
+    ('after_batch', 'fit', -1, 1),
+    ('before_train', 'train', None, 0),
+    ('before_train', 'epoch', None, 1),
+    ('before_train', 'fit', None, 1),
+    ('before_epoch', 'epoch', None, 1),
+    ('before_epoch', 'fit', None, 1),
+    ('after_train', 'epoch', None, 0),
+    ('after_train', 'fit', None, 0),
+    ('before_validate', 'valid', None, 0),
+    ('before_validate', 'epoch', None, 0),
+    ('before_validate', 'fit', None, 1),
+    ('after_validate', 'epoch', None, 0),
+    ('after_validate', 'fit', None, 0),
+    ('after_validate', 'fit', None, 1),
+    ('after_epoch', 'fit', None, 0),
+    ('after_epoch', 'fit', None, 1),
+    ('before_fit', 'fit', None, 0)]
+# in which validation batch of the first epoch
+IN_VALIDATION = [
+    ('before_batch', 'valid', 0),
+    ('after_pred', 'valid', 1),
+    ('after_loss', 'fit', 0),
+    ('after_batch', 'valid', 0),
+    ('after_batch', 'epoch', 1),
+    ('after_batch', 'fit', -1)]
+EVENTS = [*((*o, False) for o in IN_TRAINING), *((*o, 0, True) for o in IN_VALIDATION)]
 
 
 def rank_that_leaves(n, at, valid):
@@ -87,7 +116,8 @@ def rank_that_leaves(n, at, valid):
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
 
 
-@pytest.mark.spread('event kind')
+@pytest.mark.few(8)
+@pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     n, launcher = ranks
@@ -106,9 +136,12 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
 
 
 @pytest.mark.spread
-@pytest.mark.parametrize('event,kind,at',
-                         [('before_batch', 'batch', 2), ('after_loss', 'batch', 1), ('after_pred', 'train', 3),
-                                           ('after_loss', 'fit', 5), ('after_batch', 'train', 4)])
+@pytest.mark.parametrize('event,kind,at', [
+    ('before_batch', 'batch', 2),
+    ('after_loss', 'batch', 1),
+    ('after_pred', 'train', 3),
+    ('after_loss', 'fit', 5),
+    ('after_batch', 'train', 4)])
 def test_one_rank_wants_to_leave_while_gradients_accumulate(ranks, event, kind, at):
     n, launcher = ranks
     learn, end = learner(train=41, bs=2, cbs=GradientAccumulation(n*5)), AtEnd()
@@ -141,6 +174,7 @@ def test_the_strongest_wish_counts(ranks):
 
 
 def with_nan(n, s=0):
+    "Item 20 of the training set (s=0) is NaN"
     return [(x*float('nan') if i == 20 and s == 0 else x, y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
@@ -154,6 +188,7 @@ def test_nan_in_one_shard(ranks):
 
 
 def nan_in_validation(n, s=0):
+    "The last item of the validation set (s=1) is NaN"
     return [(x*float('nan') if i == n-1 and s else x, y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
@@ -215,7 +250,9 @@ class Branch(nn.Module):
     "Has a layer that is never used, and one that is used in some steps, or on one rank only"
     def __init__(self, when):
         super().__init__()
-        self.a, self.never, self.b, self.when, self.k = nn.Linear(4, 3), nn.Linear(4, 3), nn.Linear(4, 3), when, 0
+        self.a, self.never, self.b = (nn.Linear(4, 3) for _ in range(3))
+        self.when = when
+        self.k = 0      # training steps so far
     def forward(self, x):
         out = self.a(x)
         if self.training: self.k += 1
@@ -309,6 +346,7 @@ print(learn.named.distrib, learn.named.distrib_fit)
 """
 
 
+@pytest.mark.full
 def test_an_attribute_named_like_a_method_of_ours():
     "fastai warns of attributes that the learner has, too: without fastddp it has only the third of these"
     r = subprocess.run([sys.executable, '-c', SHADOWING], cwd=Path(__file__).parent.parent, capture_output=True,

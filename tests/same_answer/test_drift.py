@@ -185,6 +185,7 @@ STEPS = {'sam': dict(cbs=lambda: Sam('before_step')), 'sam after_backward': dict
          'two losses': dict(cbs=Halves), '_do_one_batch': dict(kind=OwnBatch)}
 
 
+@pytest.mark.few(5)
 @pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [partial(SGD, mom=.9), partial(OptimWrapper, opt=torch.optim.Adam)],
                          ids=['sgd', 'adam'])

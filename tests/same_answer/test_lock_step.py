@@ -58,7 +58,8 @@ def both(make, n, launcher, cbs_of, epochs=2):
     return learn, one
 
 
-@pytest.mark.spread('event kind')
+@pytest.mark.few(8)
+@pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):
     last = rank_that_leaves(ranks[0], at, valid)
@@ -101,6 +102,7 @@ class Two(Callback):
             if self.alone or group.rank() == rank: raise RAISES[kind]()
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('first,second', [
     (('before_batch', 'batch', 1), ('after_loss', 'batch', 1)),         # the second one has left by then
     (('before_batch', 'batch', 1), ('after_pred', 'train', 2)),
@@ -208,6 +210,7 @@ json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))
 '''
 
 
+@pytest.mark.full
 def test_under_torchrun(tmp_path):
     script = tmp_path/'script.py'
     script.write_text(SCRIPT)

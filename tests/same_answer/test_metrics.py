@@ -124,6 +124,7 @@ KINDS = dict(
 def _mae(a, b): return float(abs(a-b).mean())
 
 
+@pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize('bs', [4, 64])
 @pytest.mark.parametrize('kind', KINDS)
@@ -270,6 +271,7 @@ class SumOfInputs(ReadsInput):
     def accumulate(self, learn): self.n += float(learn.x[:, 0].sum())
 
 
+@pytest.mark.few(4)
 @pytest.mark.parametrize('metric', [ReadsInput, SumOfInputs])
 @pytest.mark.parametrize('train_metrics', [False, True])
 def test_a_replayed_metric_reads_inputs(ranks, metric, train_metrics):

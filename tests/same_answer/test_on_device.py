@@ -59,6 +59,7 @@ KINDS = {
 }
 
 
+@pytest.mark.few(5)
 @pytest.mark.parametrize('kind', KINDS)
 def test_a_fit_is_that_of_one_process(two, kind):
     options = dict(KINDS[kind])

@@ -136,6 +136,7 @@ def make(case):
     return learner(**kw)
 
 
+@pytest.mark.few(10)
 @pytest.mark.spread
 @pytest.mark.parametrize('case', CASES)
 def test_weights_are_those_of_one_process(ranks, case):

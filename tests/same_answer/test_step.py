@@ -185,6 +185,7 @@ class ValidatesInTraining(Callback):
         learn.model.train()
 
 
+@pytest.mark.few(2)
 @pytest.mark.parametrize('n_own,valid_metrics', [(9, True), (3, True), (9, False)])
 @pytest.mark.parametrize('metric', [accuracy, ByBatch], ids=['sum', 'replayed'])
 def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_own, valid_metrics):

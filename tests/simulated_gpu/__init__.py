@@ -49,7 +49,7 @@ class Server:
         self.folder.cleanup()
 
 
-_servers = {}       # number of GPUs -> the `Server` of this module of tests
+_servers = {}       # number of GPUs -> the `Server` of this session of tests
 
 
 def start(n):

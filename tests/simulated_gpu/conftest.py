@@ -1,4 +1,4 @@
-"""Tests here run in a process with simulated GPUs, which is started before the first test of a module"""
+"""Tests here run in a process with simulated GPUs"""
 import pytest
 import simulated_gpu
 from simulated_gpu import build
@@ -15,8 +15,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture(scope='module', autouse=True)
 def with_gpus(request):
+    "The processes that the module's tests need, before a test looks at what it leaves behind"
     if build.why_not() is None:
-        tests = [o for o in vars(request.module).values() if hasattr(o, 'needs_gpus')]
-        for n in {o.needs_gpus for o in tests}: simulated_gpu.start(n)
+        here = [o.function for o in request.session.items if o.path == request.path]
+        for n in {o.needs_gpus for o in here}: simulated_gpu.start(n)
+
+
+@pytest.fixture(scope='session', autouse=True)
+def end_processes():
     yield
     simulated_gpu.end_all()

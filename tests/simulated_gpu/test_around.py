@@ -93,6 +93,7 @@ def test_a_model_on_the_cpu_goes_where_a_fit_in_one_process_moves_it():
         assert places(learn) == {gpu()}
 
 
+@pytest.mark.full
 @on_gpus(1)
 def test_one_gpu(): trains_on(1)
 

@@ -45,6 +45,7 @@ class Losses(Callback):
     def tensors(self): return [*self.all, self.mean]
 
 
+@pytest.mark.few(1)
 @pytest.mark.parametrize('kind', long_but([Ema, EmaModel, Counts, Losses], Ema, Losses))
 @on_gpus()
 def test_what_a_callback_keeps(kind):
@@ -64,6 +65,7 @@ def fits(cb, learn, n=2, **options):
     learn.fit(1)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('kind', long_but([Ema, EmaModel, Counts, Losses], Ema))
 @on_gpus()
 def test_it_goes_through_workers_on_the_cpu(kind):
@@ -101,6 +103,7 @@ def test_a_background_job(kind):
     learn.fit(1)
 
 
+@pytest.mark.full
 @on_gpus()
 def test_a_tensor_on_another_gpu_than_the_learner():
     "It goes back there; what is made of it in the fit belongs to the learner's GPU"
