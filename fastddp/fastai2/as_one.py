@@ -14,7 +14,7 @@ from fastai.callback.core import _inner_loop
 from fastai.callback.progress import CSVLogger, ProgressCallback, ShowGraphCallback
 from fastai.callback.schedule import LRFinder
 from fastai.learner import Recorder
-from fastcore.basics import noop, store_attr
+from fastcore.basics import noop
 from fastcore.foundation import L
 
 from ..base import group

@@ -17,7 +17,7 @@ from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import EarlyStoppingCallback, TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from ..base import board, group
 from ..base.failure import end_fork
@@ -25,16 +25,6 @@ from .clock import _FIRST, Clock, OurCallback, Spent, handles, kind_of, runs_use
 from ..output.replay import print_line
 
 # %% ../../nbs/fastai2/705_together.ipynb #0040e935
-# Used here:
-#   Board.meet(row)   an all-gather of a few numbers: waits until every rank has called it
-#   group_board()     the `Board` of this group; the first call is a collective
-#   Clock             notes when events begin and end. `begin_meeting` returns this rank's seconds
-#                     for the row, as a `Spent`; `end_meeting` takes those of all ranks
-#   OurCallback       calls the method of each event
-#
-# In this module: what a rank may wish to leave; the votes (`Together`); the events of a fit, at
-# which the ranks vote (`EventDispatcher`).
-
 # What a rank can leave, from the innermost to the outermost, and the exception that does it. By
 # KeyboardInterrupt a rank leaves the whole call
 _WISHES = (
@@ -70,17 +60,6 @@ def bits_of(events):
     "Return a set of `BATCH_EVENTS` as an integer with one bit for each"
     return sum(1 << i for i,o in enumerate(BATCH_EVENTS) if o in events)
 
-# %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
-# Callbacks of fastai's that raise one of `LEAVING`
-_FASTAI_LEAVES = (
-    LRFinder, ShortEpochCallback, GradientAccumulation, MixedPrecision, TerminateOnNaNCallback,
-    EarlyStoppingCallback)
-
-def may_leave(cb, event_name):
-    "Return True if the callback `cb` may raise one of `LEAVING` at an event"
-    if isinstance(cb, _FASTAI_LEAVES): return handles(cb, event_name)
-    return runs_user_code(cb, event_name)
-
 # %% ../../nbs/fastai2/705_together.ipynb #7331e505
 # The numbers that a vote may carry, and the place that it is held at. At other places they are 0
 FIELDS = (
@@ -108,6 +87,7 @@ class Row(namedtuple('_Row', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIEL
         name = _PLACES[int(self.place)]
         return f"{_OTHER_PLACES.get(name, name)} (epoch {self.epoch:.0f}, batch {self.batch:.0f})"
 
+# %% ../../nbs/fastai2/705_together.ipynb #9ef3d23e
 class Votes(list):
     "What all ranks sent to a vote: a `Row` for each, in rank order"
     def values(self, field): return [getattr(row, field) for row in self]
@@ -122,32 +102,29 @@ class Votes(list):
                         "batches, a callback that validates on one rank only, or an exception of "
                         "fastai's that one rank raised outside of a callback, may be why.")
 
-# %% ../../nbs/fastai2/705_together.ipynb #43d4d911
+# %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
+# Callbacks of fastai's that raise one of `LEAVING`
+_FASTAI_LEAVES = (
+    LRFinder, ShortEpochCallback, GradientAccumulation, MixedPrecision, TerminateOnNaNCallback,
+    EarlyStoppingCallback)
+
+def may_leave(cb, event_name):
+    "Return True if the callback `cb` may raise one of `LEAVING` at an event"
+    if isinstance(cb, _FASTAI_LEAVES): return handles(cb, event_name)
+    return runs_user_code(cb, event_name)
+
+# %% ../../nbs/fastai2/705_together.ipynb #b8e9a724
 class Together(OurCallback):
     """Has all ranks run the same events, and leave a step, batch, phase, epoch or fit together.
-
-    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. All methods here are
-    collectives: every rank calls them, in the same order.
+    `distributed` (`fastai2.as_one`) makes one on each rank for a fit. These are collectives, which
+    every rank calls in the same order:
 
         vote            at a place of the fit; raises the strongest wish on all ranks
         run_batches     in the place of the learner's `all_batches`; ends with a vote
+        agree_on_order  before the batches of a phase are read
         leave           after a KeyboardInterrupt that ended the call on this rank alone
-        meet_last       at the very end. It raises nothing
-
-    In a validation the ranks may have different numbers of batches, so there is no vote in its
-    batches. A rank that leaves one in the middle waits for the others at the end of the batches.
-
-    Callbacks that act on rank 0 only may run events there that other ranks don't have. `is_alone`
-    is True meanwhile, and nothing here waits for another rank.
-
-    What other parts of the fit read:
-
-        clock           the `Clock`: the dispatcher of events, and the job's report
-        fit_depth       fits that run, one inside the other. 1: the fit itself. A callback's
-                        `learn.validate` begins a fit, too
-        in_validation   True in the batches of a validation
-        in_training     True from the beginning of an epoch to the end of its training phase"""
-    order = _FIRST      # it must know of an event before any other callback can leave in it
+        meet_last       at the very end. It raises nothing"""
+    order = _FIRST
     def __init__(self,
                  stop_requested=lambda: False, # Returns True once this rank is asked to stop
                  fit_board=None, # The `Board`; default: that of this process's group
@@ -158,115 +135,131 @@ class Together(OurCallback):
         self.clock = Clock(self.board, on_gpu)
         self.own_events = 0     # `bits_of` the batch events that callbacks of this rank handle
         self.voting = 0         # of the events at which the ranks vote: those of any rank
+        # True while a callback of rank 0 only acts: it may run events that other ranks don't have,
+        # so nothing here waits for another rank
         self.is_alone = False
         self.order_differed = False     # ranks have drawn different orders
         self.has_stopped = False    # a vote has raised KeyboardInterrupt, on all ranks
+        # fits that run, one inside the other. 1: the fit itself; a callback's `learn.validate`
+        # begins a fit, too
         self.fit_depth = 0
-        self.in_validation = self.in_training = False
+        self.in_validation = False  # True in the batches of a validation
+        self.in_training = False    # True from an epoch's beginning to the end of its training
 
-    # Events
-    def before_fit(self): self.fit_depth += 1
-    def before_epoch(self):
-        if self.fit_depth == 1: self.in_training = True
-    def before_batch(self):
-        # several ranks stop at the next vote; one rank has none, and validation batches neither
-        if (self.board.n == 1 or self.in_validation) and self.stop_requested():
-            raise KeyboardInterrupt
-    def after_train(self):
-        if self.fit_depth == 1: self.in_training = False
-    def after_cancel_epoch(self): self.in_training = False
-    def after_fit(self): self.fit_depth -= 1
+# %% ../../nbs/fastai2/705_together.ipynb #54f2cf54
+@patch
+def before_fit(self:Together): self.fit_depth += 1
+@patch
+def before_epoch(self:Together):
+    if self.fit_depth == 1: self.in_training = True
+@patch
+def before_batch(self:Together):
+    # several ranks stop at the next vote; one rank has none, and validation batches neither
+    if (self.board.n == 1 or self.in_validation) and self.stop_requested(): raise KeyboardInterrupt
+@patch
+def after_train(self:Together):
+    if self.fit_depth == 1: self.in_training = False
+@patch
+def after_cancel_epoch(self:Together): self.in_training = False
+@patch
+def after_fit(self:Together): self.fit_depth -= 1
 
-    # Votes
-    def vote(self,
-        place, # One of `_PLACES`
-        wish=None, # An exception of `LEAVING` that this rank has caught
-        **numbers # By `FIELDS`; 0 for the others
-    ): # `Votes`
-        """Meet the other ranks at `place`. Raises the strongest wish of any rank, on all of them;
-        KeyboardInterrupt if a rank was asked to stop; RuntimeError if they aren't all there"""
-        votes = self._exchange(place, strength(wish), numbers)
-        strongest = int(max(votes.values('wish')))
-        if votes.sum('stop') or strongest == _INTERRUPT:
-            self.has_stopped = True
-            raise KeyboardInterrupt
-        if text := votes.different(): raise RuntimeError(text)
-        if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
-        return votes
-    def run_batches(self,
-        loop # Called without arguments; runs the batches of a phase
-    ):
-        "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
-        if self.is_alone: return loop()
-        wish = None
-        with self._phase(is_validation=not self.learn.training):
-            try: loop()
-            except LEAVING as e: wish = e
-        if self.has_stopped: raise KeyboardInterrupt
-        self.vote('end_loop', wish)
-    @contextmanager
-    def _phase(self, is_validation):
-        "Context manager of the batches of a phase"
-        before = self.in_validation
-        self.in_validation = is_validation
-        try: yield
-        finally: self.in_validation = before
-    def agree_on_order(self,
-        batches # Lists of indices, as this rank has drawn them
-    ):
-        """Return the batches of rank 0, on every rank. They differ where an order is drawn from a
-        generator that isn't one of the global streams, or from the time"""
-        if self.is_alone: return batches
-        checksum = zlib.crc32(repr(batches).encode())
-        if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
-        if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
-        self.order_differed = True
-        return group.from_rank0(batches)
-    def leave(self):
-        "Have the other ranks end the call at their next vote, since this rank has ended it"
-        if not self.has_stopped: self._exchange('leave', _INTERRUPT, {})
-    def meet_last(self, **numbers): # `Votes`
-        "Hold the last meeting of a fit. It raises nothing"
-        return self._exchange('end', 0, numbers)
-
-    def _exchange(self, place, wish, numbers): # `Votes`
-        learn = self.learn
-        # outside of a fit the learner may have no epoch; in a validation ranks have other batches
-        epoch = getattr(learn, 'epoch', None) or 0
-        batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
-        row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
-                  self.stop_requested(), *self.clock.begin_meeting(), **numbers)
-        votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
-        self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
-        self.voting = 0
-        for bits in votes.values('events'): self.voting |= int(bits)
-        return votes
-
-    def votes_at(self, event_name):
-        "Return True if the ranks vote at the end of this event. The same on all ranks"
-        if self.is_alone or self.in_validation or self.board.n == 1: return False
-        return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
-
-_OTHER_ORDER = ("A loader draws its order from a generator of its own, differently on each worker: "
-                "all take worker 0's order.")
+# %% ../../nbs/fastai2/705_together.ipynb #73f29583
 # Places of a training batch
 _BATCH_PLACES = {*BATCH_EVENTS, 'begin_pass','end_pass','share_loss','gather'}
 
-# %% ../../nbs/fastai2/705_together.ipynb #15b4c3a0
-_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
-            "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would diverge.")
+@patch
+def _exchange(self:Together, place, wish, numbers): # `Votes`
+    "Meet the other ranks, and return what all of them sent; raises nothing. A collective"
+    learn = self.learn
+    # outside of a fit the learner may have no epoch; in a validation ranks have other batches
+    epoch = getattr(learn, 'epoch', None) or 0
+    batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
+    row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
+              self.stop_requested(), *self.clock.begin_meeting(), **numbers)
+    votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
+    self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
+    self.voting = 0
+    for bits in votes.values('events'): self.voting |= int(bits)
+    return votes
 
-def _raised_by_callback(e):
-    """Return the exception that a callback raised: `e`, or the one that it hides. fastai adds to
-    the first argument of an exception, and fails with an IndexError of its own if there is none, as
-    with a bare `assert`"""
-    if not isinstance(e, IndexError): return e
-    frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
-    if frames[-1].f_code is not Callback.__call__.__code__: return e
-    # without a context, the callback's method is a function in C, which has no frame
-    return e.__context__ or e
+# %% ../../nbs/fastai2/705_together.ipynb #b2846be1
+@patch
+def vote(self:Together,
+    place, # One of `_PLACES`
+    wish=None, # An exception of `LEAVING` that this rank has caught
+    **numbers # By `FIELDS`; 0 for the others
+): # `Votes`
+    """Meet the other ranks at `place`. Raises the strongest wish of any rank, on all of them;
+    KeyboardInterrupt if a rank was asked to stop; RuntimeError if they aren't all there"""
+    votes = self._exchange(place, strength(wish), numbers)
+    strongest = int(max(votes.values('wish')))
+    if votes.sum('stop') or strongest == _INTERRUPT:
+        self.has_stopped = True
+        raise KeyboardInterrupt
+    if text := votes.different(): raise RuntimeError(text)
+    if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
+    return votes
 
+# %% ../../nbs/fastai2/705_together.ipynb #bf5f6a37
+@patch
+def votes_at(self:Together, event_name):
+    "Return True if the ranks vote at the end of this event. The same on all ranks"
+    if self.is_alone or self.in_validation or self.board.n == 1: return False
+    return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
+
+# %% ../../nbs/fastai2/705_together.ipynb #2407e6aa
+@patch
+def run_batches(self:Together,
+    loop # Called without arguments; runs the batches of a phase
+):
+    "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
+    if self.is_alone: return loop()
+    wish = None
+    with self._phase(is_validation=not self.learn.training):
+        try: loop()
+        except LEAVING as e: wish = e
+    if self.has_stopped: raise KeyboardInterrupt
+    self.vote('end_loop', wish)
+
+@patch
+@contextmanager
+def _phase(self:Together, is_validation):
+    "Context manager of the batches of a phase"
+    before = self.in_validation
+    self.in_validation = is_validation
+    try: yield
+    finally: self.in_validation = before
+
+# %% ../../nbs/fastai2/705_together.ipynb #f403363b
+_OTHER_ORDER = ("A loader draws its order from a generator of its own, differently on each worker: "
+                "all take worker 0's order.")
+
+@patch
+def agree_on_order(self:Together,
+    batches # Lists of indices, as this rank has drawn them
+):
+    """Return the batches of rank 0, on every rank. They differ where an order is drawn from a
+    generator that isn't one of the global streams, or from the time"""
+    if self.is_alone: return batches
+    checksum = zlib.crc32(repr(batches).encode())
+    if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
+    if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
+    self.order_differed = True
+    return group.from_rank0(batches)
+
+# %% ../../nbs/fastai2/705_together.ipynb #bc455566
+@patch
+def leave(self:Together):
+    "Have the other ranks end the call at their next vote, since this rank has ended it"
+    if not self.has_stopped: self._exchange('leave', _INTERRUPT, {})
+
+@patch
+def meet_last(self:Together, **numbers): # `Votes`
+    "Hold the last meeting of a fit. It raises nothing"
+    return self._exchange('end', 0, numbers)
+
+# %% ../../nbs/fastai2/705_together.ipynb #cf9ee1a7
 class EventDispatcher:
     """Takes the place of `learn._call_one` during a fit (`as_one.distributed`): at an event, calls
     the callbacks that handle it, and has the ranks vote. Its clock notes when the event begins and
@@ -283,58 +276,86 @@ class EventDispatcher:
         self.outer = sys.exc_info()[1]      # the fit may run where an exception is handled
         self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
         self.cbs = []           # the learner's callbacks to which `handlers` belongs
-    def __call__(self, event_name):
-        together = self.together
-        is_outermost = together.clock.enter(event_name, self.learn)
-        around = self.around if is_outermost else None
-        try:
-            if around: around.enter_event()
-            votes = together.votes_at(event_name) and not self._is_failing()
-            wish = None
-            try: self._call_all(event_name, is_outermost)
-            except LEAVING as e:
-                if not votes: raise
-                wish = e
-            if votes:
-                # a callback that was added at this event votes from now on
-                if self.cbs != self.learn.cbs.items: self._forget()
-                together.vote(event_name, wish)
-            if event_name in self.after_vote and not together.is_alone:
-                self.after_vote[event_name]()
-            if around: around.leave_event(event_name)
-        finally: together.clock.leave(event_name)
-    def _call_all(self, event_name, is_outermost):
-        try:
-            for call,kind in self._handlers_of(event_name):
-                call(event_name)
-                if is_outermost: self.together.clock.lap(kind)
-        except BaseException as e:
-            # A process that a callback has forked ends here: if the exception went on, it would
-            # end the loader's processes, which the rank needs
-            if os.getpid() != self.rank_pid: end_fork(e)
-            exc = _raised_by_callback(e)
-            if isinstance(exc, StopIteration):
-                raise RuntimeError(_STOPPED.format(event_name)) from exc
-            if exc is not e: raise exc from None
-            raise
-    def _handlers_of(self, event_name):
-        "Return the handlers of an event, in the order of the callbacks"
-        cbs = self.learn.cbs.items
-        if event_name not in BATCH_EVENTS or self.cbs != cbs: self._forget()
-        if event_name not in self.handlers:
-            if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-            found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
-            self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
-        return self.handlers[event_name]
-    def _forget(self):
-        "Begin new lists of handlers"
-        self.cbs = [*self.learn.cbs]
-        self.handlers = {}
-        if self.together.board.n == 1: return
-        self.together.own_events = bits_of(
-            [o for o in BATCH_EVENTS if any(may_leave(cb, o) for cb in self.cbs)])
-    def _is_failing(self):
-        """Return True while an exception is handled that ends this rank's job: the other ranks
-        don't come to the events of a context that fastai closes meanwhile"""
-        e = sys.exc_info()[1]
-        return isinstance(e, Exception) and e is not self.outer and not isinstance(e, LEAVING)
+
+# %% ../../nbs/fastai2/705_together.ipynb #7f85f7d5
+@patch
+def _handlers_of(self:EventDispatcher, event_name):
+    "Return the handlers of an event, in the order of the callbacks"
+    cbs = self.learn.cbs.items
+    if event_name not in BATCH_EVENTS or self.cbs != cbs: self._forget()
+    if event_name not in self.handlers:
+        if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
+        found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
+        self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
+    return self.handlers[event_name]
+
+@patch
+def _forget(self:EventDispatcher):
+    "Begin new lists of handlers"
+    self.cbs = [*self.learn.cbs]
+    self.handlers = {}
+    if self.together.board.n == 1: return
+    self.together.own_events = bits_of(
+        [o for o in BATCH_EVENTS if any(may_leave(cb, o) for cb in self.cbs)])
+
+# %% ../../nbs/fastai2/705_together.ipynb #6ff369c7
+def _raised_by_callback(e):
+    """Return the exception that a callback raised: `e`, or the one that it hides. fastai adds to
+    the first argument of an exception, and fails with an IndexError of its own if there is none, as
+    with a bare `assert`"""
+    if not isinstance(e, IndexError): return e
+    frames = [frame for frame,_ in traceback.walk_tb(e.__traceback__)]
+    if frames[-1].f_code is not Callback.__call__.__code__: return e
+    # without a context, the callback's method is a function in C, which has no frame
+    return e.__context__ or e
+
+# %% ../../nbs/fastai2/705_together.ipynb #15b4c3a0
+_STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
+            "it, this would end the event for the callbacks behind it silently, and the "
+            "ranks would diverge.")
+
+@patch
+def _call_all(self:EventDispatcher, event_name, is_outermost):
+    try:
+        for call,kind in self._handlers_of(event_name):
+            call(event_name)
+            if is_outermost: self.together.clock.lap(kind)
+    except BaseException as e:
+        # A process that a callback has forked ends here: if the exception went on, it would
+        # end the loader's processes, which the rank needs
+        if os.getpid() != self.rank_pid: end_fork(e)
+        exc = _raised_by_callback(e)
+        if isinstance(exc, StopIteration):
+            raise RuntimeError(_STOPPED.format(event_name)) from exc
+        if exc is not e: raise exc from None
+        raise
+
+# %% ../../nbs/fastai2/705_together.ipynb #ee3787aa
+@patch
+def __call__(self:EventDispatcher, event_name):
+    together = self.together
+    is_outermost = together.clock.enter(event_name, self.learn)
+    around = self.around if is_outermost else None
+    try:
+        if around: around.enter_event()
+        votes = together.votes_at(event_name) and not self._is_failing()
+        wish = None
+        try: self._call_all(event_name, is_outermost)
+        except LEAVING as e:
+            if not votes: raise
+            wish = e
+        if votes:
+            # a callback that was added at this event votes from now on
+            if self.cbs != self.learn.cbs.items: self._forget()
+            together.vote(event_name, wish)
+        if event_name in self.after_vote and not together.is_alone:
+            self.after_vote[event_name]()
+        if around: around.leave_event(event_name)
+    finally: together.clock.leave(event_name)
+
+@patch
+def _is_failing(self:EventDispatcher):
+    """Return True while an exception is handled that ends this rank's job: the other ranks
+    don't come to the events of a context that fastai closes meanwhile"""
+    e = sys.exc_info()[1]
+    return isinstance(e, Exception) and e is not self.outer and not isinstance(e, LEAVING)

@@ -20,33 +20,7 @@ from ..payload.pickling import RankPickler, Reached, Unloaded, dump, load, load_
 from ..payload.changes import STRUCTURE_ATTRS
 from ..payload.state import model_tensors
 
-# %% ../../nbs/launch/510_training.ipynb #958b4b68
-# In order, and where it runs. Two functions are collectives: every rank of the group calls them.
-#
-#   is_rank0_only, cbs_of_rank ...      which callbacks act on a rank: each rank by itself
-#   notebook_run, open_run              a run of W&B: the notebook, then each rank around its fit
-#   sync_streams                        in place, before a fit or validation: a collective
-#   Progress, until_interrupted         a fit: each rank by itself
-#   dump_state                          the state of a learner: rank 0, after each epoch and the job
-#   load_state                          the notebook
-#   script_lines                        a fit in place: each rank; rank 0 prints
-#   launched_group                      a block in place: a collective, as each rank joins
-#
-# Used here:
-#   Context (`launch.rank`)             `beat` and `saves_below` tell the notebook; no collectives
-#   dump(o, refs), load(..., refs)      objects of `refs`, which both sides list alike, as numbers
-#   ChangeTracker.drop_unpicklable(c)   removes from the changes `c` what can't be pickled; returns
-#                                       `(group, object, name, exception)` of each
-#   model_tensors(model)                name -> parameter or buffer
-
-# Classes of callbacks that write files, log to servers or draw: in fastai 2, then in fastai v1
-RANK0_ONLY = set('''
-    CSVLogger WandbCallback ProgressCallback ShowGraphCallback TensorBoardBaseCallback
-    TensorBoardCallback TensorBoardProjectorCallback NeptuneCallback CometCallback
-    CaptumInterpretation
-    LearnerTensorboardWriter GANTensorboardWriter ImageGenTensorboardWriter MLFlowTracker
-    NeptuneMonitor ShowGraph TrackEpochCallback'''.split())
-
+# %% ../../nbs/launch/510_training.ipynb #4d613b9e
 def is_kind(cb,    # A callback
             names  # Names of classes
 ):
@@ -61,6 +35,15 @@ def has_kind(cbs, name):
 def finds_lr(cbs):
     "Return True if one of these callbacks is fastai's `LRFinder`"
     return has_kind(cbs, 'LRFinder')
+
+# %% ../../nbs/launch/510_training.ipynb #958b4b68
+# Classes of callbacks that write files, log to servers or draw: in fastai 2, then in fastai v1
+RANK0_ONLY = set('''
+    CSVLogger WandbCallback ProgressCallback ShowGraphCallback TensorBoardBaseCallback
+    TensorBoardCallback TensorBoardProjectorCallback NeptuneCallback CometCallback
+    CaptumInterpretation
+    LearnerTensorboardWriter GANTensorboardWriter ImageGenTensorboardWriter MLFlowTracker
+    NeptuneMonitor ShowGraph TrackEpochCallback'''.split())
 
 def is_rank0_only(cb # A callback
 ):
@@ -101,13 +84,7 @@ def open_run(run_id # What `notebook_run` returned in the notebook
         # an answer from the service: all that was logged has arrived. A callback may finish the run
         if wandb.run is not None: wandb.run.status()
 
-# %% ../../nbs/launch/510_training.ipynb #77cc761a
-def sync_streams():
-    "Install rank 0's random streams on all ranks"
-    if group.world_size() == 1: return
-    CommonRNG(group.from_rank0(CommonRNG.capture().state())).install()
-
-# %% ../../nbs/launch/510_training.ipynb #48322b5d
+# %% ../../nbs/launch/510_training.ipynb #7df3ccd8
 def whereabouts(
     epoch, # None: in a validation outside of a fit
     batch=None, # Number of the batch; None: between batches
@@ -119,6 +96,7 @@ def whereabouts(
     if batch is not None: at.append(f"batch {batch}")
     return ', '.join(at)
 
+# %% ../../nbs/launch/510_training.ipynb #48322b5d
 class Progress:
     "Counts batches, items and seconds of a fit on this rank, and tells the notebook where it is"
     def __init__(self, ctx, # The rank's `Context`
@@ -167,6 +145,23 @@ def until_interrupted(ctx, # The rank's `Context`
         return True
     return False
 
+# %% ../../nbs/launch/510_training.ipynb #b1b77114
+def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
+):
+    "Yield the words for each lost value: its name for users, and why it was lost"
+    named = {str(e) for group_name,*_,e in lost if group_name != 'held'}
+    for group_name,o,name,e in lost:
+        # the object that holds it is named already
+        if group_name == 'held' and str(e) in named: continue
+        # a logger's connection is expected to stay in the worker
+        if is_kind(o, RANK0_ONLY): continue
+        if group_name == 'learn': owner = 'learn'
+        elif group_name == 'opt': owner = 'learn.opt'
+        elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
+        else: owner = getattr(o, '__name__', type(o).__name__)
+        key = name if isinstance(name, str) else name.key       # of a `Variable`
+        yield f"{owner}.{key} ({type(e).__name__}: {e})"
+
 # %% ../../nbs/launch/510_training.ipynb #710ab406
 # A state is sent as `(state, pickle of rest, buffers of rest)`: a pickle within the pickle, so that
 # `state` arrives even if `rest` can't be loaded.
@@ -175,14 +170,6 @@ def until_interrupted(ctx, # The rank's `Context`
 #     rest     'changes' of attributes, and more. If some of them can't be pickled, also
 #              'lost'      words for each, for the user
 #              'fits'      False if layers of the model are among them, else True
-#
-#     what goes wrong, and is warned of               `load_state` returns
-#     nothing                                         state, rest
-#     changes of other things than layers were lost   state, rest
-#     changes of layers were lost                     state, rest     None if `state` has weights of
-#     `rest` can't be loaded                          state, {}       layers that this model lacks:
-#                                                                     the learner is unchanged
-
 def dump_state(
     state, # A dict, see above
     rest, # A dict; its 'changes' are those of `ChangeTracker.since_start`
@@ -200,43 +187,23 @@ def dump_state(
     buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
     return dump((state, dumped_rest.meta, buffers), refs)
 
-def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
+# %% ../../nbs/launch/510_training.ipynb #91e6dda3
+def warn_of_unset(
+    failed # What `apply_changes` returned
 ):
-    "Yield the words for each lost value: its name for users, and why it was lost"
-    named = {str(e) for group_name,*_,e in lost if group_name != 'held'}
-    for group_name,o,name,e in lost:
-        # the object that holds it is named already
-        if group_name == 'held' and str(e) in named: continue
-        # a logger's connection is expected to stay in the worker
-        if is_kind(o, RANK0_ONLY): continue
-        if group_name == 'learn': owner = 'learn'
-        elif group_name == 'opt': owner = 'learn.opt'
-        elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
-        else: owner = getattr(o, '__name__', type(o).__name__)
-        key = name if isinstance(name, str) else name.key       # of a `Variable`
-        yield f"{owner}.{key} ({type(e).__name__}: {e})"
+    "Tell the user what came back and couldn't be loaded or set"
+    # sent back, and lost here
+    _warn_of_lost([*_describe_lost(failed)], "be loaded here")
 
-# %% ../../nbs/launch/510_training.ipynb #710ab407
-def load_state(meta, buffers, refs,
-    model, # The notebook's
-    # Where the notebook's learner trains. Tensors of `rest` that rank 0 had on a GPU go there, or
-    # to the GPU from which the notebook has sent them
-    device
-):
-    """Return `(state, rest)`, which `dump_state` was given, or None: see the table above. Tensors
-    of `state` are on the CPU"""
-    state,*dumped_rest = load(meta, buffers, refs=refs)
-    rest = _load_rest(*dumped_rest, refs, device)
-    _warn_of_lost(rest.get('lost'))
-    own = model_tensors(model)
-    unknown = [k for k in state['model']['tensors'] if k not in own]
-    # the changes in `rest` add the layers that the model got in the fit, unless these were lost.
-    # Without 'fits' nothing was lost; an empty `rest` couldn't be loaded
-    adds_layers = rest.get('fits', bool(rest))
-    if not unknown or adds_layers: return state, rest
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
-                  "loaded here; the learner is as before the fit.")
+def _warn_of_lost(words, what="be sent back from the workers"):
+    "Tell the user what couldn't be sent back: `words` are those of `_describe_lost`, or None"
+    if not words: return
+    verb = 'is' if len(words) == 1 else 'are'
+    in_one_line = '; '.join(' '.join(o.split()) for o in words[:4])
+    warnings.warn(f"fastddp: {in_one_line} can't {what} and {verb} in the notebook as before the "
+                  "fit. Everything else of the fit is there.")
 
+# %% ../../nbs/launch/510_training.ipynb #de70758a
 def _load_rest(meta, buffers, refs, device):
     """Return the `rest` of a payload; of what can't be loaded as a whole, all that can. {} if that
     fails, which the user is told"""
@@ -263,20 +230,32 @@ def _without_unloaded(partly):
     if 'added_cbs' in rest: rest['added_cbs'] = loaded(rest['added_cbs'])
     return rest
 
-def warn_of_unset(
-    failed # What `apply_changes` returned
+# %% ../../nbs/launch/510_training.ipynb #710ab407
+def load_state(meta, buffers, refs,
+    model, # The notebook's
+    # Where the notebook's learner trains. Tensors of `rest` that rank 0 had on a GPU go there, or
+    # to the GPU from which the notebook has sent them
+    device
 ):
-    "Tell the user what came back and couldn't be loaded or set"
-    # sent back, and lost here
-    _warn_of_lost([*_describe_lost(failed)], "be loaded here")
+    """Return `(state, rest)`, which `dump_state` was given, or None: see the table above. Tensors
+    of `state` are on the CPU"""
+    state,*dumped_rest = load(meta, buffers, refs=refs)
+    rest = _load_rest(*dumped_rest, refs, device)
+    _warn_of_lost(rest.get('lost'))
+    own = model_tensors(model)
+    unknown = [k for k in state['model']['tensors'] if k not in own]
+    # the changes in `rest` add the layers that the model got in the fit, unless these were lost.
+    # Without 'fits' nothing was lost; an empty `rest` couldn't be loaded
+    adds_layers = rest.get('fits', bool(rest))
+    if not unknown or adds_layers: return state, rest
+    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
+                  "loaded here; the learner is as before the fit.")
 
-def _warn_of_lost(words, what="be sent back from the workers"):
-    "Tell the user what couldn't be sent back: `words` are those of `_describe_lost`, or None"
-    if not words: return
-    verb = 'is' if len(words) == 1 else 'are'
-    in_one_line = '; '.join(' '.join(o.split()) for o in words[:4])
-    warnings.warn(f"fastddp: {in_one_line} can't {what} and {verb} in the notebook as before the "
-                  "fit. Everything else of the fit is there.")
+# %% ../../nbs/launch/510_training.ipynb #77cc761a
+def sync_streams():
+    "Install rank 0's random streams on all ranks. A collective"
+    if group.world_size() == 1: return
+    CommonRNG(group.from_rank0(CommonRNG.capture().state())).install()
 
 # %% ../../nbs/launch/510_training.ipynb #4c7d8b67
 @contextmanager

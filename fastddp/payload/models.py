@@ -17,13 +17,6 @@ from torch.nn.utils.parametrize import (
 from .reducers import reduces
 
 # %% ../../nbs/payload/091_models.ipynb #e1d09106
-# A reducer gets an object and the `Pickler`, and returns what `__reduce__` of the object would.
-#
-#     nn.Module          parametrized: class below, names, attributes; others as they are
-#     ScriptModule       what `torch.jit.save` writes, and its tensors, hooks and attributes
-#     ScriptFunction     what it writes itself
-#
-# No function here is a collective.
 @reduces(nn.Module)
 def _(module, pickler):
     "Pickle a parametrized module by the class below, names of properties and attributes"
@@ -65,30 +58,36 @@ def load_script(
     "Return a TorchScript module"
     with _quiet(): return torch.jit.load(io.BytesIO(data), map_location=to or 'cpu')
 
+# %% ../../nbs/payload/091_models.ipynb #7af92ae4
 def script_attributes(module):
     "Return `{name: value}` of the attributes of one TorchScript module: tensors, numbers, others"
     kind = torch._C.ConcreteModuleType.from_jit_type(module._c._type())
     return {k:module._c.getattr(k) for k in kind.get_attributes()}
 
+def _tensors(module):
+    return {k:v for k,v in script_attributes(module).items() if isinstance(v, torch.Tensor)}
+
 # What torch keeps in a TorchScript module's attributes of Python
 _OF_TORCH = ('_c','_parameters','_buffers','_modules','_concrete_type','_initializing',
              '_actual_script_module','_name')
 
+def _python_attributes(module):
+    return {k:v for k,v in vars(module).items()
+            if k not in _OF_TORCH and not isinstance(v, torch._C.ScriptMethod)}
+
+# %% ../../nbs/payload/091_models.ipynb #891638d5
 def script_values(module):
     """Return `{name: value}` of what else one TorchScript module holds: its attributes that are no
     tensors, and those of Python, such as hooks, which `torch.jit.save` leaves out"""
     return _python_attributes(module) | {k:v for k,v in script_attributes(module).items()
                                          if not isinstance(v, torch.Tensor)}
 
-def _python_attributes(module):
-    return {k:v for k,v in vars(module).items()
-            if k not in _OF_TORCH and not isinstance(v, torch._C.ScriptMethod)}
-
 def set_script_value(module, name, v):
     "Set what `script_values` returned under this name"
     if module._c.hasattr(name): module._c.setattr(name, v)
     else: vars(module)[name] = v
 
+# %% ../../nbs/payload/091_models.ipynb #478806d8
 @reduces(torch.jit.ScriptModule)
 def _(module, pickler):
     "Pickle a TorchScript module as `torch.jit.save` does, with its own tensors and hooks"
@@ -98,16 +97,14 @@ def _(module, pickler):
     data = pickle.PickleBuffer(file.getbuffer())
     return load_script, (data,), state, None, None, _set_script_state
 
-@reduces(torch.jit.ScriptFunction)
-def _(f, pickler):
-    "Pickle a TorchScript function; it is loaded as a module that does the same"
-    return load_script, (f.save_to_buffer(),)
-
-def _tensors(module):
-    return {k:v for k,v in script_attributes(module).items() if isinstance(v, torch.Tensor)}
-
 def _set_script_state(module, state):
     for m,(tensors,added) in zip(module.modules(), state):
         # not `setattr`, which would copy: this is the very tensor
         for name,t in tensors.items(): m._c.setattr(name, t)
         vars(m).update(added)
+
+# %% ../../nbs/payload/091_models.ipynb #dd964228
+@reduces(torch.jit.ScriptFunction)
+def _(f, pickler):
+    "Pickle a TorchScript function; it is loaded as a module that does the same"
+    return load_script, (f.save_to_buffer(),)

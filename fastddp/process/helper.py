@@ -20,13 +20,19 @@ from ..base.failure import is_user_file
 from ..base.scoped import in_main_thread
 
 # %% ../../nbs/process/404_helper.ipynb #1da79cef
-# Processes that end with their parent (below: private folders, then how workers start). For Linux
-# the parent is the *thread* that started the process: so functions here ask `in_main_thread()`
+# For Linux the parent is the *thread* that started the process: so functions that start processes
+# ask `in_main_thread()`
 _PR_SET_PDEATHSIG = 1
 
 def end_with_parent():
     "On Linux, have the system kill this process when the thread that started it ends"
     if sys.platform.startswith('linux'): ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+def is_stopped(pid):
+    "True if a signal (SIGSTOP) or a debugger has stopped the process, see proc_pid_stat(5)"
+    try:
+        with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'tT'
+    except OSError: return False
 
 # %% ../../nbs/process/404_helper.ipynb #3b06338f
 def end_forks_with_parent():
@@ -40,10 +46,8 @@ def end_forks_with_parent():
     os.register_at_fork(before=before_fork, after_in_child=after_fork)
 
 # %% ../../nbs/process/404_helper.ipynb #1968fba4
-# Private folders: each has a file that its process keeps locked, until the system unlocks it
 _PREFIX = 'fastddp-'        # of the name of a private folder
 _LOCK_FILE = 'owner'        # the file in it that its process keeps locked
-_importer_pid = os.getpid() # of the process that imported this module, not of its forks
 _lock_fds = {}              # path of a private folder of this process -> its open lock file
 _has_swept = False          # True once `new_folder` has called `sweep`
 
@@ -66,6 +70,32 @@ def new_folder():
         fcntl.flock(fd, fcntl.LOCK_EX)
         os.rename(temp_path, os.path.join(path, _LOCK_FILE))
     return path
+
+# %% ../../nbs/process/404_helper.ipynb #195dba2e
+def sweep():
+    "Remove the private folders of this user's processes that are gone"
+    if fcntl is None: return
+    for lock in glob(os.path.join(escape(tempfile.gettempdir()), f'{_PREFIX}*', _LOCK_FILE)):
+        folder = os.path.dirname(lock)
+        with suppress(OSError):
+            if not _is_own_folder(os.lstat(folder), os.lstat(lock)): continue
+            fd = os.open(lock, os.O_RDONLY|os.O_NOFOLLOW|os.O_NONBLOCK)
+            try:
+                # raises an OSError while the folder's process lives
+                fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
+                shutil.rmtree(folder, ignore_errors=True)
+            finally: os.close(fd)
+
+def _is_own_folder(
+    folder, # The `os.stat_result` of a folder
+    lock    # That of its lock file
+):
+    "True for a directory and a regular file that both belong to this user"
+    is_folder = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(lock.st_mode)
+    return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
+
+# %% ../../nbs/process/404_helper.ipynb #d8efb3b1
+_importer_pid = os.getpid() # of the process that imported this module, not of its forks
 
 def remove_folder(path):
     "Remove a folder that `new_folder` created, with its contents; repeated calls do nothing"
@@ -93,43 +123,14 @@ def _close_locks():
 
 if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_close_locks)
 
-# %% ../../nbs/process/404_helper.ipynb #195dba2e
-def sweep():
-    "Remove the private folders of this user's processes that are gone"
-    if fcntl is None: return
-    for lock in glob(os.path.join(escape(tempfile.gettempdir()), f'{_PREFIX}*', _LOCK_FILE)):
-        folder = os.path.dirname(lock)
-        with suppress(OSError):
-            if not _is_own_folder(os.lstat(folder), os.lstat(lock)): continue
-            fd = os.open(lock, os.O_RDONLY|os.O_NOFOLLOW|os.O_NONBLOCK)
-            try:
-                # raises an OSError while the folder's process lives
-                fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally: os.close(fd)
-
-def _is_own_folder(
-    folder, # The `os.stat_result` of a folder
-    lock    # That of its lock file
-):
-    "True for a directory and a regular file that both belong to this user"
-    is_folder = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(lock.st_mode)
-    return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
-
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
-# How workers start. Where no helper can run they are spawned instead (`run_spawned`): each is a new
-# Python that imports everything itself.
+# How workers start. Where no helper can run they are spawned instead (`run_spawned`).
 #   notebook                           helper                          worker
 #   warm, ensure_helper ── python ──►  serve: imports `preloads()`
 #   start_worker ──────── request ──►  _serve_forks ───── os.fork ──►  entry(socket, *args)
 #        ◄── pid, later exit code ───  (on the worker's status pipe)
 #   closes its socket, or ends ─────►  exits once its workers have; these see themselves that the
 #                                      notebook has ended
-#
-# A library that workers had to import is imported by the next helper, which replaces this one:
-#   note_imports                       what a worker imported, and for how long
-#   warm_next ───────────── python ──► serve: imports these modules, too
-#   ensure_helper        ◄── ready ──  or it ends, if workers can't be forked after these imports
 
 _is_helper_off = False  # True once `turn_off_helper` was called
 _in_worker = False      # True in a worker, and in the helper
@@ -168,41 +169,7 @@ def preloads():
     imported = [m for m in _preload_if_imported if m in sys.modules and m not in _preload]
     return sorted(_preload+imported, key=lambda entry: ':' in entry)
 
-# %% ../../nbs/process/404_helper.ipynb #5a6d6a2b
-# In the helper's process
-def serve(
-    fd,         # Descriptor of the socket to the notebook
-    parent_pid, # The process whose death kills this one; 0: only the socket's end does
-    modules,    # What to import, as `preloads` returns it
-    libraries=(),   # Other modules to import; one that fails is left out
-    path=None       # `sys.path` for these imports
-):
-    """Run the helper: import `modules`, then fork a worker for each request; doesn't return. With
-    `libraries` it exits instead if it can't fork after their import, else sends a message"""
-    global _in_worker
-    _in_worker = True
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if parent_pid:
-        end_with_parent()
-        if os.getppid() != parent_pid: os._exit(0)      # it ended before the line above
-    os.environ['CUDA_VISIBLE_DEVICES'] = ''
-    # Has torch.cuda.is_available() ask the driver's library, not the CUDA runtime
-    os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
-    # The notebook has shown these warnings when it imported the same libraries.
-    warnings.simplefilter('ignore')
-    gc.disable()    # collections would take a third of the time of the imports
-    for o in modules: _import(o)
-    sock = socket.socket(fileno=fd)
-    if libraries:
-        n_before = _threads_after_fork()
-        _import_quietly(libraries, path)
-        if _threads_after_fork() > n_before: os._exit(1)
-    gc.collect()
-    gc.freeze()
-    gc.enable()
-    if libraries: sock.send(b'ready')
-    _serve_forks(sock)
-
+# %% ../../nbs/process/404_helper.ipynb #650cee4e
 def _import(entry):
     "Import a `module`, or call a `module:function`; print a line to stderr if that fails"
     try:
@@ -210,6 +177,7 @@ def _import(entry):
         else: importlib.import_module(entry)
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
 
+# %% ../../nbs/process/404_helper.ipynb #472697d6
 def _import_quietly(libraries, path):
     "Import modules; what they print is dropped, and one that can't be imported by itself left out"
     sys.path[:] = path
@@ -222,6 +190,7 @@ def _import_quietly(libraries, path):
     for fd,own in zip((1,2), outputs): os.dup2(own, fd)
     for fd in (nowhere, *outputs): os.close(fd)
 
+# %% ../../nbs/process/404_helper.ipynb #a2bbc153
 def _threads_after_fork():
     """Fork a process that exits at once, and return how many threads this process still has, which
     later forks lack; infinity if the fork couldn't use the GPU"""
@@ -237,7 +206,13 @@ def _threads_after_fork():
         with suppress(OSError), open(o) as f: names.append(f.read().strip())
     return sum(o != 'jemalloc_bg_thd' for o in names)
 
-# %% ../../nbs/process/404_helper.ipynb #85bb3451
+def _import_libraries(libraries, path):
+    "Import them as `_import_quietly`; exit if this process couldn't fork workers afterwards"
+    n_before = _threads_after_fork()
+    _import_quietly(libraries, path)
+    if _threads_after_fork() > n_before: os._exit(1)
+
+# %% ../../nbs/process/404_helper.ipynb #fc33b110
 # A worker's status pipe carries numbers: first its pid, or a negative errno if the fork failed,
 # then its exit code. If it is closed without a number, the helper has ended; for a spawned worker,
 # `Popen` has the exit code.
@@ -247,38 +222,12 @@ def _send_number(pipe, number):
     "Write `number` to a status pipe, which the notebook may have closed"
     with suppress(BrokenPipeError): os.write(pipe, _NUMBER.pack(number))
 
-def _serve_forks(sock):
-    "Fork a worker for each request on `sock`, and report each one's exit code; doesn't return"
-    woken,wake = os.pipe()      # SIGCHLD writes to `wake`, so that `woken` becomes readable
-    sources = [sock, woken]
-    for fd in (woken, wake): os.set_blocking(fd, False)
-    signal.signal(signal.SIGCHLD, lambda *_: None)
-    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
-    status_pipes = {}           # pid of a live worker -> its status pipe
-    while True:
-        ready = connection.wait(sources)
-        if woken in ready:
-            os.read(woken, 4096)
-            _report_ended(status_pipes)
-        if not (status_pipes or sock in sources): os._exit(0)
-        if sock not in ready: continue
-        request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
-        if not request:     # the notebook's end is closed
-            if not status_pipes: os._exit(0)
-            sources.remove(sock)
-            continue
-        if len(fds) < 2:    # this process has too many files open
-            for fd in fds:  # the status pipe comes first
-                _send_number(fd, -errno.EMFILE)
-                os.close(fd)
-            continue
-        status_pipe,conn = fds
-        not_for_worker = [sock.fileno(), woken, wake, status_pipe, *status_pipes.values()]
-        pid = _fork_worker(conn, request, not_for_worker)
-        os.close(conn)
-        _send_number(status_pipe, pid)
-        if pid > 0: status_pipes[pid] = status_pipe
-        else: os.close(status_pipe)
+# %% ../../nbs/process/404_helper.ipynb #2a68815d
+def _run_entry(conn, entry, args):
+    "Call `entry` in a new worker: it ends the process. If it returns or raises, exit with code 1"
+    try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
+    except BaseException: traceback.print_exc()
+    finally: os._exit(1)
 
 def _fork_worker(
     conn,           # Descriptor of the worker's socket
@@ -294,7 +243,7 @@ def _fork_worker(
     for fd in not_for_worker: os.close(fd)
     _run_entry(conn, *pickle.loads(request))
 
-def _report_ended(status_pipes):
+def _report_ended(status_pipes): # pid of a live worker -> its status pipe
     "Send the exit codes of all workers that have ended since the last call"
     while status_pipes:
         pid,code = os.waitpid(-1, os.WNOHANG)
@@ -303,25 +252,100 @@ def _report_ended(status_pipes):
         _send_number(pipe, os.waitstatus_to_exitcode(code))
         os.close(pipe)
 
-def _run_entry(conn, entry, args):
-    "Call `entry` in a new worker: it ends the process. If it returns or raises, exit with code 1"
-    try: pkgutil.resolve_name(entry)(socket.socket(fileno=conn), *args)
-    except BaseException: traceback.print_exc()
-    finally: os._exit(1)
+# %% ../../nbs/process/404_helper.ipynb #e992ffee
+def _watch_children():
+    "Return `(woken, wake)`, a pipe: `woken` becomes readable when a child of this process ends"
+    woken,wake = os.pipe()      # SIGCHLD writes to `wake`
+    for fd in (woken, wake): os.set_blocking(fd, False)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.set_wakeup_fd(wake, warn_on_full_buffer=False)
+    return woken,wake
+
+def _answer(
+    request,        # As for `_fork_worker`
+    fds,            # `[status pipe, worker's socket]`; fewer if too many files are open
+    own_fds,        # Descriptors of the helper that the worker closes
+    status_pipes    # pid of a live worker -> its status pipe; the new one is added
+):
+    "Fork a worker for a request, and report its pid"
+    if len(fds) < 2:
+        for fd in fds:
+            _send_number(fd, -errno.EMFILE)
+            os.close(fd)
+        return
+    status_pipe,conn = fds
+    pid = _fork_worker(conn, request, [*own_fds, status_pipe, *status_pipes.values()])
+    os.close(conn)
+    _send_number(status_pipe, pid)
+    if pid > 0: status_pipes[pid] = status_pipe
+    else: os.close(status_pipe)
+
+def _serve_forks(sock):
+    "Fork a worker for each request on `sock`, and report each one's exit code; doesn't return"
+    woken,wake = _watch_children()
+    sources = [sock, woken]
+    status_pipes = {}           # pid of a live worker -> its status pipe
+    while True:
+        ready = connection.wait(sources)
+        if woken in ready:
+            os.read(woken, 4096)
+            _report_ended(status_pipes)
+        if not (status_pipes or sock in sources): os._exit(0)
+        if sock not in ready: continue
+        request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
+        if request: _answer(request, fds, [sock.fileno(), woken, wake], status_pipes)
+        else:       # the notebook's end is closed
+            if not status_pipes: os._exit(0)
+            sources.remove(sock)
+
+# %% ../../nbs/process/404_helper.ipynb #9de0a3f5
+def _begin_helper(parent_pid): # As of `serve`
+    "Have this process end with its parent, ignore Ctrl-C, and see no GPU"
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if parent_pid:
+        end_with_parent()
+        if os.getppid() != parent_pid: os._exit(0)      # it ended before the line above
+    os.environ['CUDA_VISIBLE_DEVICES'] = ''
+    # Has torch.cuda.is_available() ask the driver's library, not the CUDA runtime
+    os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
+    # The notebook has shown these warnings when it imported the same libraries.
+    warnings.simplefilter('ignore')
+
+# %% ../../nbs/process/404_helper.ipynb #5a6d6a2b
+def serve(
+    fd,         # Descriptor of the socket to the notebook
+    parent_pid, # The process whose death kills this one; 0: only the socket's end does
+    modules,    # What to import, as `preloads` returns it
+    libraries=(),   # Other modules to import; one that fails is left out
+    path=None       # `sys.path` for these imports
+):
+    """Run the helper: import `modules`, then fork a worker for each request; doesn't return. With
+    `libraries` it exits instead if it can't fork after their import, else sends a message"""
+    global _in_worker
+    _in_worker = True
+    _begin_helper(parent_pid)
+    gc.disable()    # collections would take a third of the time of the imports
+    for o in modules: _import(o)
+    sock = socket.socket(fileno=fd)
+    if libraries: _import_libraries(libraries, path)
+    gc.collect()
+    gc.freeze()
+    gc.enable()
+    if libraries: sock.send(b'ready')
+    _serve_forks(sock)
 
 def run_spawned(
     conn,        # Descriptor of the worker's socket
     status,      # Descriptor of its status pipe, which stays open until the worker ends
     entry, args # As for `start_worker`
 ):
-    "Run a worker that was spawned; doesn't return"
+    "Run a worker that was spawned, without a helper; doesn't return"
     global _in_worker
     _in_worker = True
     for fd in (conn, status): os.set_inheritable(fd, False)
     _run_entry(conn, entry, args)
 
 # %% ../../nbs/process/404_helper.ipynb #0c665fbe
-# In the notebook's process
 def _start_python(
     call, # The call of a function of this module, as source
     fds   # Descriptors that the process inherits
@@ -337,6 +361,7 @@ def _start_python(
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
                             env={**os.environ, 'PYTHONPATH': path})
 
+# %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:
     "The notebook's side of a helper process: creating it starts the process"
     def __init__(self,
@@ -357,8 +382,9 @@ class _Helper:
         except BlockingIOError: return None
         except OSError: return False
 
+# %% ../../nbs/process/404_helper.ipynb #951ff8ba
 _helper = None              # this process's `_Helper`
-_next = None                # the one that will replace it, while it still imports
+_next = None                # the one that will replace it, while it still imports (see below)
 _replaced = []              # those whose last workers may still run
 _lock = threading.Lock()    # held while any of these is changed
 
@@ -369,65 +395,6 @@ def ensure_helper():
         _replace_helper()
         if _helper is None or _helper.popen.poll() is not None: _helper = _Helper()
         return _helper
-
-# %% ../../nbs/process/404_helper.ipynb #5b3e0c01
-# Libraries that workers had to import
-class Import(NamedTuple):
-    "An import in a worker, for an object that was sent to it"
-    module:str      # The module of the object
-    seconds:float   # Processor time: that of the clock is longer on a busy machine
-    modules:tuple   # Names of all modules that were imported then, outermost first
-
-_LEAST_SECONDS = .3         # of imports in a call that are worth another helper
-_MAX_LIBRARIES = 1000       # modules; those that come last are imported by the first ones
-_noted = []                 # `Import` of each one in the workers since the last `warm_next`
-_refused = set()            # modules after whose import workers couldn't be forked
-
-def note_imports(
-    imports # What a worker had to import: a list, each item as an `Import` or such a tuple
-):
-    "Note what a worker had to import, for `warm_next`"
-    _noted.extend(Import(*o) for o in imports)
-
-def warm_next():
-    """Start another helper in the background if the imports that were noted took long. It imports
-    these modules, too, and replaces the present one once it is ready"""
-    global _next
-    noted = [*_noted]
-    _noted.clear()
-    if start_method() != 'forkserver' or _in_worker or _helper is None: return
-    with _lock:
-        _replace_helper()
-        present = [*(_next or _helper).libraries]
-        known = {*present, *_refused}
-        new = [(o.seconds, [m for m in o.modules if m not in known and _is_library(m)])
-               for o in noted]
-        if sum(seconds for seconds,modules in new if modules) < _LEAST_SECONDS: return
-        if _next: _next.sock.close()        # it exits; a later one has its modules, too
-        if _next: _replaced.append(_next)
-        modules = [m for _,modules in new for m in modules]
-        _next = _Helper([*dict.fromkeys(present+modules)][:_MAX_LIBRARIES])
-
-def _is_library(module):
-    "True for a module that this process has imported, and that isn't the user's: it may change"
-    file = getattr(sys.modules.get(module), '__file__', None)
-    return bool(file) and not is_user_file(file)
-
-def _replace_helper():
-    "Put `_next` in the place of `_helper` if it is ready, or forget it if it has ended"
-    global _helper,_next
-    _replaced[:] = [o for o in _replaced if o.popen.poll() is None]
-    is_ready = _next and _next.is_ready()
-    if is_ready:
-        _helper.sock.close()
-        _replaced.append(_helper)
-        _next.has_forked = True     # it has imported all
-        _helper,_next = _next,None
-    elif is_ready is False:
-        _refused.update({*_next.libraries} - {*_helper.libraries})
-        _next.sock.close()
-        _replaced.append(_next)
-        _next = None
 
 def warm():
     "Start the helper in the background, if this process uses one; returns at once"
@@ -474,16 +441,10 @@ class WorkerProcess:
     def is_alive(self): return not self.join(0)
     def close(self): os.close(self.sentinel)
 
+# %% ../../nbs/process/404_helper.ipynb #22d4c7ba
 class HelperEnded(Exception):
     "The helper ended when it was asked for a worker"
 
-def is_stopped(pid):
-    "True if a signal (SIGSTOP) or a debugger has stopped the process, see proc_pid_stat(5)"
-    try:
-        with open(f'/proc/{pid}/stat') as f: return f.read().rpartition(')')[2].split()[0] in 'tT'
-    except OSError: return False
-
-# %% ../../nbs/process/404_helper.ipynb #22d4c7ba
 def start_worker(
     method, # 'forkserver' or 'spawn'
     conn,   # The worker's end of a socket pair, which is closed here
@@ -526,3 +487,69 @@ def _pid_of_fork(helper, status_read, waiting):
     if pid < 0: raise OSError(-pid, os.strerror(-pid))
     helper.has_forked = True
     return pid
+
+# %% ../../nbs/process/404_helper.ipynb #5b3e0c01
+class Import(NamedTuple):
+    "An import in a worker, for an object that was sent to it"
+    module:str      # The module of the object
+    seconds:float   # Processor time: that of the clock is longer on a busy machine
+    modules:tuple   # Names of all modules that were imported then, outermost first
+
+_LEAST_SECONDS = .3         # of imports in a call that are worth another helper
+_MAX_LIBRARIES = 1000       # modules; those that come last are imported by the first ones
+_noted = []                 # `Import` of each one in the workers since the last `warm_next`
+_refused = set()            # modules after whose import workers couldn't be forked
+
+def note_imports(
+    imports # What a worker had to import: a list, each item as an `Import` or such a tuple
+):
+    "Note what a worker had to import, for `warm_next`"
+    _noted.extend(Import(*o) for o in imports)
+
+def _is_library(module):
+    "True for a module that this process has imported, and that isn't the user's: it may change"
+    file = getattr(sys.modules.get(module), '__file__', None)
+    return bool(file) and not is_user_file(file)
+
+def _worth_importing(
+    imports,    # A list of `Import`
+    known       # Modules that are left out
+):
+    "Return the modules that another helper should import; none if they took little time"
+    new = [(o.seconds, [m for m in o.modules if m not in known and _is_library(m)])
+           for o in imports]
+    if sum(seconds for seconds,modules in new if modules) < _LEAST_SECONDS: return []
+    return [m for _,modules in new for m in modules]
+
+# %% ../../nbs/process/404_helper.ipynb #e4aff28d
+def warm_next():
+    """Start another helper in the background if the imports that were noted took long. It imports
+    these modules, too, and replaces the present one once it is ready"""
+    global _next
+    noted = [*_noted]
+    _noted.clear()
+    if start_method() != 'forkserver' or _in_worker or _helper is None: return
+    with _lock:
+        _replace_helper()
+        present = [*(_next or _helper).libraries]
+        modules = _worth_importing(noted, {*present, *_refused})
+        if not modules: return
+        if _next: _next.sock.close()        # it exits; a later one has its modules, too
+        if _next: _replaced.append(_next)
+        _next = _Helper([*dict.fromkeys(present+modules)][:_MAX_LIBRARIES])
+
+def _replace_helper():
+    "Put `_next` in the place of `_helper` if it is ready, or forget it if it has ended"
+    global _helper,_next
+    _replaced[:] = [o for o in _replaced if o.popen.poll() is None]
+    is_ready = _next and _next.is_ready()
+    if is_ready:
+        _helper.sock.close()
+        _replaced.append(_helper)
+        _next.has_forked = True     # it has imported all
+        _helper,_next = _next,None
+    elif is_ready is False:
+        _refused.update({*_next.libraries} - {*_helper.libraries})
+        _next.sock.close()
+        _replaced.append(_next)
+        _next = None
