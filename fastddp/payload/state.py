@@ -497,7 +497,7 @@ class OwnObjects:
             if not all(map(operator.is_, keys, v)):
                 items = [*zip(keys, v.values())]        # in their order
                 v.clear()
-                v.update(items)
+                for k,o in items: v[k] = o      # `update` of a `Counter` would count the items
             for k,o in [*v.items()]: self._put(v.__setitem__, k, o)
         elif isinstance(v, set):
             items = [*map(self.replaced, v)]
