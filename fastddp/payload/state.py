@@ -404,8 +404,10 @@ def _update(old, new):
     if isinstance(old, (types.MethodType,types.BuiltinFunctionType)):
         return update_in_place(old.__self__, new.__self__)
     if isinstance(old, partial):
-        bound = [(o.func, *o.args, *o.keywords.values()) for o in (old,new)]
-        return len({*map(len, bound)}) == 1 and all([_is_updated(*pair) for pair in zip(*bound)])
+        names = old.keywords.keys()
+        if (names,len(old.args)) != (new.keywords.keys(),len(new.args)): return False
+        bound = [(o.func, *o.args, *(o.keywords[k] for k in names)) for o in (old,new)]
+        return all([_is_updated(*pair) for pair in zip(*bound)])
     if isinstance(old, nn.Module): return _update_module(old, new)
     if isinstance(old, list): old[:] = new
     elif isinstance(old, (set,dict,weakref.WeakKeyDictionary,weakref.WeakValueDictionary)):
@@ -491,6 +493,11 @@ class OwnObjects:
         elif isinstance(v, (list,deque)) or isinstance(v, np.ndarray) and v.dtype == object:
             for i,o in enumerate(v): self._put(v.__setitem__, i, o)
         elif isinstance(v, dict):
+            keys = [*map(self.replaced, v)]
+            if not all(map(operator.is_, keys, v)):
+                items = [*zip(keys, v.values())]        # in their order
+                v.clear()
+                for k,o in items: v[k] = o      # `update` of a `Counter` would count the items
             for k,o in [*v.items()]: self._put(v.__setitem__, k, o)
         elif isinstance(v, set):
             items = [*map(self.replaced, v)]

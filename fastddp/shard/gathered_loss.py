@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #67911b95
-import zlib
+import types, zlib
 from collections import deque
 from numbers import Integral
 
@@ -305,23 +305,44 @@ def join_rows(trees,    # The tree of tensors of each part, all of the same stru
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #95871313
 _PLAIN_VALUES = int,float,str,bool,type(None)
+EMPTY = object()    # the content of a cell that has none
+
+# What is watched of a loss function `f`. By its kind:
+#
+#     f                  attributes                      module variables, variables around it
+#     function           its own                         those that it uses
+#     method             of the object to which it is    those that its function uses
+#                        bound, unless a torch module
+#     callable object    its own                         those that its class's `__call__` uses
+#     torch module       its own, those of submodules    those that its class's `forward` uses
+def _function_of(f):
+    "Return the Python function that a call of `f` runs; None if there is none"
+    name = 'forward' if isinstance(f, torch.nn.Module) else '__call__'
+    candidates = getattr(f, '__func__', f),getattr(type(f), name, None)
+    return next((o for o in candidates if isinstance(o, types.FunctionType)), None)
+
+def _attributes_of(f):
+    "Return the dicts of attributes that a call of `f` may change"
+    if isinstance(f, torch.nn.Module): return [vars(m) for m in f.modules()]
+    owner = getattr(f, '__self__', None)
+    objects = [] if owner is None or isinstance(owner, torch.nn.Module) else [owner]
+    if not isinstance(f, types.MethodType): objects.append(f)
+    return [vars(o) for o in objects if hasattr(o, '__dict__')]
 
 def _holders(f):
-    """Yield what a call of the loss function `f` may change: the dicts of attributes and variables,
-    and for each the names that count; None: all of them"""
-    f,_ = unwrapped(f)
-    owner = getattr(f, '__self__', None)
-    if isinstance(f, torch.nn.Module):
-        for m in f.modules(): yield vars(m),None
-        return
-    if owner is not None and not isinstance(owner, torch.nn.Module): yield vars(owner),None
-    code = getattr(getattr(f, '__func__', f), '__code__', None)
-    if code is None: code = getattr(getattr(type(f), '__call__', None), '__code__', None)
-    if not hasattr(f, '__code__') and hasattr(f, '__dict__'): yield vars(f),None
-    elif hasattr(f, '__dict__') and owner is None: yield vars(f),None
-    scope = getattr(getattr(f, '__func__', f), '__globals__', None)
-    if code is not None and scope is not None:
-        yield scope,[k for k in code.co_names if isinstance(scope.get(k), _PLAIN_VALUES)]
+    """Yield the dicts with attributes and module variables that a call of `f` may change, and for
+    each the names that count; None: all of them"""
+    for attrs in _attributes_of(f): yield attrs,None
+    function = _function_of(f)
+    if function is None: return
+    scope = function.__globals__
+    names = function.__code__.co_names
+    yield scope,[k for k in names if isinstance(scope.get(k), _PLAIN_VALUES)]
+
+def _content(cell):
+    "Return what the variable of a closure refers to, or `EMPTY`"
+    try: return cell.cell_contents
+    except ValueError: return EMPTY
 
 def _mark(v):
     "Return what changes if `v` is changed in place, as far as that is seen at once"
@@ -331,31 +352,46 @@ def _mark(v):
 class LossState:
     "What a call of the loss function `f` may change beside its result, as it is now"
     def __init__(self, f):
+        f,_ = unwrapped(f)
+        holders = [*_holders(f)]
+        # `(dict, names that count or None, those of them that it has)`
+        self.names = [(o, names, {k for k in (o if names is None else names) if k in o})
+                      for o,names in holders]
         self.noted = [(o, {k:(o[k], _mark(o[k])) for k in (list(o) if names is None else names)
                            if k in o and not isinstance(o[k], GetAttr)})
-                      for o,names in _holders(f)]
-        cells = getattr(getattr(unwrapped(f)[0], '__func__', unwrapped(f)[0]), '__closure__', None)
-        self.cells = [(c, c.cell_contents, _mark(c.cell_contents)) for c in cells or ()
-                      if not isinstance(c.cell_contents, (GetAttr,torch.nn.Module))]
+                      for o,names in holders]
+        contents = [(c, _content(c)) for c in getattr(_function_of(f), '__closure__', None) or ()]
+        self.cells = [(c, v, _mark(v)) for c,v in contents
+                      if not isinstance(v, (GetAttr,torch.nn.Module))]
         tensors = [v for _,values in self.noted for v,_ in values.values()]
         tensors += [v for o in tensors if isinstance(o, dict) for v in o.values()]     # buffers
         self.copies = [(t, t._version, t.detach().clone()) for t in tensors
                        if isinstance(t, torch.Tensor) and not t.requires_grad]
     def changed(self):
-        "Return the names of what has changed, as a list"
+        "Return the names of what was there and has changed, as a list"
         names = [k for o,values in self.noted for k,(v,mark) in values.items()
                  if o.get(k) is not v or _mark(v) != mark]
         names += ['a variable around it' for c,v,mark in self.cells
-                  if c.cell_contents is not v or _mark(v) != mark]
+                  if v is not EMPTY and (_content(c) is not v or _mark(v) != mark)]
         return names+['a buffer' for t,version,_ in self.copies if t._version != version]
+    def _created(self):
+        return [(o, k) for o,names,before in self.names for k in (o if names is None else names)
+                if k in o and k not in before]
+    def _filled(self): return [c for c,v,_ in self.cells if v is EMPTY and _content(c) is not EMPTY]
+    def created(self):
+        "Return the names of what wasn't there, as a list"
+        return [k for _,k in self._created()]+['a variable around it' for _ in self._filled()]
     def undo(self):
         "Undo what has changed; return the names of what can't be: containers changed in place"
         lost = [k for o,values in self.noted for k,(v,mark) in values.items()
                 if not isinstance(v, torch.Tensor) and _mark(v) != mark]
+        for o,k in self._created(): del o[k]
+        for c in self._filled(): del c.cell_contents
         for o,values in self.noted:
             for k,(v,_) in values.items():
                 if o.get(k) is not v: o[k] = v
-        for c,v,_ in self.cells: c.cell_contents = v
+        for c,v,_ in self.cells:
+            if _content(c) is not v: c.cell_contents = v
         with torch.no_grad():
             for t,version,copy in self.copies:
                 if t._version != version: t.copy_(copy)
@@ -403,8 +439,10 @@ class Losses:
         # True once a loss function has changed a state of its own in a call, on some rank. The same
         # on all ranks, once they have met: `is_stateful_here` says what this rank saw
         self.is_stateful = self.is_stateful_here = False
-        # `(id of a loss function, True in training)`, once its first call was watched
+        # `(id of a loss function, True in training)`: those that need no watching any more, and
+        # those whose first call has created attributes or variables
         self.states_checked = set()
+        self.states_created = set()
         self.terms_checked = False      # True once `check_terms` has searched a loss for them
 
     # The kind of a loss function
@@ -442,7 +480,7 @@ def has_averages(self:Losses):
 
 @patch
 def print_once(self:Losses, line,
-               name # Of the line: a second line of that name isn't shown
+               name # Of the line: a second line of that name isn't shown. Any hashable object
 ):
     "Show a line on rank 0"
     if name not in self.shown and group.rank() == 0: self.show(line)
@@ -456,20 +494,28 @@ STATEFUL = ("{} changes a state of its own in each call, so every worker validat
 
 @patch
 def is_unwatched(self:Losses, f, training):
-    "Return True if `f`, a loss of the user's, has not been called by `watched` yet"
+    "Return True if `watched` is to see the next call of `f`, a loss of the user's"
     return self.kind(f) != 'known' and (id(f),training) not in self.states_checked
 
 @patch
 def watched(self:Losses, f, training, call # Called without arguments; calls `f`
 ):
-    "Return `call()`; the first time, note whether `f` changes a state of its own"
+    "Return `call()`; the first time or two, note whether `f` changes a state of its own"
     if not self.is_unwatched(f, training): return call()
-    self.states_checked.add((id(f),training))
+    key = id(f),training
+    self.states_checked.add(key)
     state = LossState(f)
     loss = call()
-    if not state.changed(): return loss
+    created = state.created()
+    if not state.changed():
+        if not created: return loss
+        if key not in self.states_created:
+            self.states_created.add(key)
+            self.states_checked.remove(key)     # the next call tells
+            return loss
     self.is_stateful_here = True
-    if not training: self.print_once(_STATE_OF_PART.format(loss_name(f)), 'part')
+    name = loss_name(f)
+    if not training: self.print_once(_STATE_OF_PART.format(name), ('part',name))
     return loss
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #d9363b29
@@ -477,6 +523,8 @@ _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may 
                      "from one process. If it is a sum over items, pass loss='sum'.")
 _GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
              "If it is a mean over items, loss='mean' gives the same result faster.")
+_GATHERED_EXCEPT = ("{} is computed over the predictions of all workers, but a part of them is a "
+                    f"number that the model computed: {AVERAGED}")
 _LOST = " A call that failed has changed its {}, which couldn't be undone."
 
 @patch
@@ -488,26 +536,26 @@ def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
     """Return the loss of all ranks' items; gradients flow to this rank's predictions. Returns
     None if it can't be computed, and `f` is averaged from then on. A collective operation.
     Raises what `f` raises if it does so with the items of this rank alone, too"""
-    why_not = self._why_not_joined(nbytes, layouts)
-    # Why it can't or isn't exact. This may differ from rank to rank; the user sees rank 0's
-    why = why_not
-    if not why and batch.has_computed_number:
-        why = "a part of it is a number that the model computed"
-    if why: self.print_once(f"{loss_name(f)} can't be computed over the predictions of all "
-                            f"workers ({why}): {AVERAGED}", 'average')
-    if why_not:
+    name = loss_name(f)
+    if why_not := self._why_not_joined(nbytes, layouts):
         self.kinds[id(f)] = f,'average'
+        self.print_once(f"{name} can't be computed over the predictions of all workers "
+                        f"({why_not}): {AVERAGED}", ('average',name))
         return None
     state = LossState(f)
+    # If this raises, the job of this rank ends with the error. The launcher then ends the other
+    # ranks, which wait in `agree`
     loss = self._call_joined(f, batch, counts)
     if not agree(loss is None):
-        if not why: self.print_once(_GATHERED.format(loss_name(f), sum(nbytes)/1e6), 'gather')
+        # this may differ from rank to rank; the user sees rank 0's
+        line = _GATHERED_EXCEPT if batch.has_computed_number else _GATHERED
+        self.print_once(line.format(name, sum(nbytes)/1e6), ('gather',name))
         return loss
     lost = state.undo()
     self.kinds[id(f)] = f,'average'
-    self.print_once(f"{loss_name(f)} reads more of a batch than predictions and targets, so "
+    self.print_once(f"{name} reads more of a batch than predictions and targets, so "
                     + _AVERAGED_INSTEAD + (_LOST.format(', '.join(lost)) if lost else ''),
-                    'average')
+                    ('average',name))
 
 @patch
 def _why_not_joined(self:Losses, nbytes, layouts):
