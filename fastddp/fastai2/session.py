@@ -41,7 +41,7 @@ from ..shard.gradients import check_ddp
 #   Outcome out     `out.results`: the dict of each rank's `Progress.result`. `out.epoch`: the state
 #                   of the last complete epoch, or None. `out.cut`: True if rank 0 has stopped in
 #                   an epoch. An error of the launcher has `epoch` and `cut`, too
-#   why_one_process -> None: predict on workers; else a text that says why here, perhaps ''
+#   why_one_process -> (True to predict in this process, the reason to show or '')
 #
 # Everything here runs in the notebook's process; what runs on its workers is in `jobs`. `in_place`
 # takes `fit_args`, `enough_epochs` and `reports` from here, for ranks without a notebook. Below:
@@ -313,9 +313,8 @@ class Session(BaseSession):
         "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
         learn = self.learn
         dl = learn.dls[ds_idx] if dl is None else dl
-        # None: on workers; '' or a text that says why: in this process
-        why_here = why_one_process(learn, dl, self.n)
-        if why_here is None: return InferCall(self, dl).validate()
-        with suppress_lines(why_here == '' or self.quiet()):
-            print_line(f"Running in this process, not on workers: {why_here}")
+        here,why = why_one_process(learn, dl, self.n)
+        if not here: return InferCall(self, dl).validate()
+        with suppress_lines(not why or self.quiet()):
+            print_line(f"Running in this process, not on workers: {why}")
         type(learn)._do_epoch_validate(learn, dl=dl)
