@@ -12,7 +12,7 @@ from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.rng import generator_state, seed_generator, seed_rank
-from .clock import OurCallback, _FIRST
+from .events import OurCallback, _FIRST
 from .loaders import (
     dl_state, follow_original, order_holders, set_dl_state, shard_batches, shard_dl, why_whole)
 from .step import trained_beside

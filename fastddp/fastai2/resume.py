@@ -21,7 +21,7 @@ from ..base.device import device_of
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import with_context
-from .clock import OurCallback
+from .events import OurCallback
 from .parts import CALLBACK_STAYS, all_cbs
 from .snapshot import apply, baseline, capture, persistent_refs
 from ..payload.changes import definition_key, find_definition
