@@ -11,7 +11,6 @@ from fastcore.basics import getcallable, noop
 
 # %% ../../nbs/fastai2/703_events.ipynb #73fa6abe
 _FIRST = -1_000_000     # the order of a callback that comes before the user's
-_LAST = 1_000_000       # the order of a callback that comes after the user's
 
 class OurCallback(Callback):
     """Base of the callbacks that fastddp adds to a fit. Events and setting attributes take less
