@@ -55,7 +55,7 @@ TESTS = {
     'fastai2/session': 'comes_back/test_warm.py', 'fastai2/learner_job': 'launch/test_background.py',
     'fastai2/learner': 'test_shift_tab.py',
     'fastai2/check': 'same_answer/test_check.py', 'fastai2/bench': 'launch/test_bench.py',
-    'fastai2/clock': 'launch/test_report.py',
+    'fastai2/clock': 'launch/test_report.py', 'fastai2/events': 'same_answer/test_decisions.py',
     'fastai1': 'v1/test_v1_fit.py',
     'fastai1/validation': 'v1/test_v1_whole_batches.py', 'fastai1/callbacks': 'v1/test_v1_callbacks.py',
     'fastai1/snapshot': 'v1/test_v1_comes_back.py', 'fastai1/session': 'v1/test_v1_life.py',

@@ -8,11 +8,11 @@ __all__ = []
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
 from contextlib import contextmanager, nullcontext
 
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from ..base import group
 from ..base.rng import generator_state, seed_generator, seed_rank
-from .clock import OurCallback, _FIRST
+from .events import OurCallback, _FIRST
 from .loaders import (
     dl_state, follow_original, order_holders, set_dl_state, shard_batches, shard_dl, why_whole)
 from .step import trained_beside
@@ -35,19 +35,13 @@ from ..shard.sharded import is_sharded, iterate_original, original, write_back
 # `StepSync`, `ReduceMetrics`, `SameModel`; the user's. `as_one` has the table of all their events.
 # Below: a rank's data; the same model.
 #
-# A rank's data. A loader of a fit yields this rank's shard to fastai's own loop, and all batches to
-# the loop of a callback, such as `for b in learn.dls.valid`. A flag of the loader tells them apart,
-# `fit_loop_next`. It is True only from the end of before_train or before_validate, when no callback
-# can begin a loop any more, until fastai's loop begins:
+# A rank's data, without a collective. The flag `fit_loop_next` of a loader says whether the loop
+# that begins next is the fit's own, which gets the shard:
 #
 #   `ShardData.shard`        shards a loader; `read_whole` is its `other_loop`
 #   `ShardData.begin_loop`   sets the flag, after the vote of the event
 #   `Sharded.__iter__`       if it is set, unsets it, and yields the shard; if not, calls
 #                            `other_loop`
-#
-# None of this is a collective. Orders are drawn from `common`, a `CommonRNG`, whose state is the
-# same on all ranks. A loop that other ranks may not run leaves that state as it was, or the ranks
-# would go on with different orders.
 
 @contextmanager
 def kept_streams(learn,
@@ -64,19 +58,6 @@ def kept_streams(learn,
             if is_sharded(dl): write_back(dl)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #669e5ec3
-def own_generators(loaders):
-    """Return the random generators that data sets keep in attributes, as a list. Each rank draws
-    from its own, as from the global streams, except where all ranks read the same items"""
-    found = {}
-    for dl in map(original, loaders):
-        if why_whole(dl) or getattr(dl, 'dataset', None) is None: continue
-        # those of the order are the same on all ranks
-        of_order = {id(v) for o in order_holders(dl)
-                    for v in getattr(o, '__dict__', {}).values()}
-        for v in getattr(dl.dataset, '__dict__', {}).values():
-            if generator_state(v) is not None and id(v) not in of_order: found[id(v)] = v
-    return [*found.values()]
-
 class ShardData(OurCallback):
     """A rank's data: shards the loaders of `learn.dls`, and any other one, such as a callback puts
     into `learn.dls`. Seeds this rank's random streams at the beginning of each epoch"""
@@ -97,11 +78,6 @@ class ShardData(OurCallback):
         res._shard.agree_on_order = self.together.agree_on_order
         res._shard.other_loop = self.read_whole
         return res
-    def read_whole(self, dl):
-        "Yield all batches of a sharded loader, the same on all ranks"
-        with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
-            try: yield from iterate_original(dl, self.common)
-            finally: follow_original(dl)
     @contextmanager
     def sharded_dls(self):
         "Context manager in which the loaders of `learn.dls` are sharded"
@@ -113,13 +89,6 @@ class ShardData(OurCallback):
             for dl in filter(is_sharded, dls.loaders): write_back(dl)
             dls.loaders = old
 
-    def before_epoch(self):
-        n = group.world_size()
-        if n == 1 or self.together.fit_depth > 1: return   # in a fit inside the fit
-        seed_rank(group.rank(), n, self.common, self.epoch)
-        # rank 0's go on as they are, and are the notebook's afterwards
-        if group.rank():
-            for v in own_generators(self.learn.dls.loaders): seed_generator(v)
     def before_train(self): self._shard_own(train=True)
     def before_validate(self): self._shard_own(train=False)
     def _shard_own(self, train):
@@ -128,6 +97,37 @@ class ShardData(OurCallback):
         """Have the loader yield this rank's shard to the loop that begins next, which is fastai's.
         `distributed` calls it at the end of before_train and before_validate"""
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
+
+# %% ../../nbs/fastai2/720_callbacks.ipynb #d0c7719a
+@patch
+def read_whole(self:ShardData, dl):
+    "Yield all batches of a sharded loader, the same on all ranks"
+    with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
+        try: yield from iterate_original(dl, self.common)
+        finally: follow_original(dl)
+
+# %% ../../nbs/fastai2/720_callbacks.ipynb #4f1ab86e
+def own_generators(loaders):
+    """Return the random generators that data sets keep in attributes, as a list. Each rank draws
+    from its own, as from the global streams, except where all ranks read the same items"""
+    found = {}
+    for dl in map(original, loaders):
+        if why_whole(dl) or getattr(dl, 'dataset', None) is None: continue
+        # those of the order are the same on all ranks
+        of_order = {id(v) for o in order_holders(dl)
+                    for v in getattr(o, '__dict__', {}).values()}
+        for v in getattr(dl.dataset, '__dict__', {}).values():
+            if generator_state(v) is not None and id(v) not in of_order: found[id(v)] = v
+    return [*found.values()]
+
+@patch
+def before_epoch(self:ShardData):
+    n = group.world_size()
+    if n == 1 or self.together.fit_depth > 1: return   # in a fit inside the fit
+    seed_rank(group.rank(), n, self.common, self.epoch)
+    # rank 0's go on as they are, and are the notebook's afterwards
+    if group.rank():
+        for v in own_generators(self.learn.dls.loaders): seed_generator(v)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110001
 # The same model on all ranks

@@ -23,7 +23,7 @@ from .loaders import is_lm, lay_out, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .step import StepSync
-from .clock import runs_user_code
+from .events import runs_user_code
 from .learner import OPTIONS
 from ..base.scoped import with_attrs
 from . import snapshot

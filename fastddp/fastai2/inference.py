@@ -54,17 +54,19 @@ def why_one_process(learn, # The learner that predicts
                     dl,    # What to predict: a loader, or a list of batches
                     n      # Number of ranks
 ):
-    """Return why one process predicts `dl`, to be shown to the user; an empty string where that
-    needs no explanation, None where the ranks predict it. Not a collective"""
-    if not isinstance(dl, (DataLoader,TorchLoader)): return ''
-    if n > 1 and (why := why_not(dl)): return why
-    if len(dl) < 2: return ''       # fastai's validation asks for the length, too
-    if is_lm(dl): return "its batches are parts of a stream."
+    """Return `(here, why)`. `here` is True if one process predicts `dl`, False if the ranks do.
+    `why` is the reason, a sentence to show to the user, or an empty string where there is nothing
+    to explain. Not a collective"""
+    if not isinstance(dl, (DataLoader,TorchLoader)): return True,''
+    if n > 1 and (why := why_not(dl)): return True,why
+    if len(dl) < 2: return True,''      # fastai's validation asks for the length, too
+    if is_lm(dl): return True,"its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):
-        return ("TensorBoardProjectorCallback writes what the model makes of every batch, from one "
-                "process.")
+        return True,("TensorBoardProjectorCallback writes what the model makes of every batch, "
+                     "from one process.")
     if rows_are_streams(dl, learn.model):
-        return "the model keeps state from batch to batch (it has a `reset`)."
+        return True,"the model keeps state from batch to batch (it has a `reset`)."
+    return False,''
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):
@@ -83,14 +85,15 @@ def validate_part(learn, # With its metrics and callbacks
     rank = group.rank()
     n = group.world_size()
     gather = gatherers(learn)
-    around = learn.all_batches      # that of `distributed`, at whose end the ranks vote
-    def all_batches():
-        if learn.dl is not own: return around()     # a callback's validation
-        fit.together.run_batches(own_batches)
-    def own_batches():      # in the place of fastai's, which numbers batches from 0
+    def own_batches():
+        "As fastai's `all_batches`, with the numbers that the batches have in one process"
         learn.n_iter = len(own)
-        # with the numbers that the batches have in one process
         for k,b in enumerate(own): learn.one_batch(k*n+rank, b)
+    of_distributed = learn.all_batches      # fastai's loop, in `run_batches`
+    def all_batches():
+        # a callback that validates another loader in a batch gets here, too
+        if learn.dl is own: fit.together.run_batches(own_batches)
+        else: of_distributed()
     with contextlib.ExitStack() as stack, with_attrs(learn, all_batches=all_batches):
         # `end_gathering` calls `after_validate`, with the lists of all ranks
         for o in gather: stack.enter_context(with_attrs(o, after_validate=noop))
@@ -145,8 +148,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
     Where each rank goes over all batches, there are only the first and the validation's votes"""
     whole = original(dl)
     n = group.world_size()
-    if n == 1: type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
-    elif group.from_rank0(_goes_over_all(learn, whole, n, fit)):
+    if n == 1 or group.from_rank0(_goes_over_all(learn, whole, n, fit)):
         type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
     else:
         of_fit = is_sharded(dl) and dl._shard.whole_batches
@@ -155,12 +157,15 @@ def infer_in_group(learn, # A learner, the same on all ranks
         gather = gatherers(learn)
         part = validate_part(learn, own, fit)
         if gather: end_gathering(gather, join_parts(group.all_gather_object(part)))
-        if own is dl: return
+        # the fit's loader was read itself, so it has gone on to its next epoch
+        if of_fit: return
+    # its original was read, or another shard of that: `dl` goes on like the original
     if is_sharded(dl): follow_original(dl)
 
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
-    if why_one_process(learn, dl, n) is not None: return True
+    here,_ = why_one_process(learn, dl, n)
+    if here: return True
     losses = fit.losses
     if not (losses.is_stateful or losses.is_stateful_here): return False
     losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')

@@ -16,7 +16,8 @@ from fastai.data.load import DataLoader
 from fastcore.basics import noop, patch, store_attr
 
 from ..base.failure import item_name
-from .clock import OurCallback, resource_use
+from .clock import resource_use
+from .events import OurCallback
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state

@@ -116,7 +116,8 @@ class ShardedDL(Sharded):
         """The size of the global batches, which the user's class reads as its own: in `__len__` and
         `get_idxs`, for example. A callback may set it, as it may in one process. Then `bs` of the
         original, which is the size per worker or the global one, changes in proportion, and so does
-        that of the user's loader after the fit"""
+        that of the user's loader after the fit. On 2 ranks with 2 items per worker it is 4. If it
+        is set to 8, the original's becomes 4, which `changed_bs` sends to the notebook"""
         return self._shard.bs
     @bs.setter
     def bs(self, size):
@@ -139,7 +140,7 @@ class ShardedDL(Sharded):
         self.before_iter()
         s = self._shard
         batches = [*chunked(self.get_idxs(), self.bs, self.drop_last)]
-        # of a global batch that lacks some
+        # drop the batches of an incomplete global batch
         if s.whole_batches and s.train and self.drop_last: del batches[len(batches)//s.n*s.n:]
         draw_seed()     # in one process torch's iterator draws one here
         return batches

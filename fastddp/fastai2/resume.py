@@ -21,7 +21,7 @@ from ..base.device import device_of
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG
 from ..base.scoped import with_context
-from .clock import OurCallback
+from .events import OurCallback
 from .parts import CALLBACK_STAYS, all_cbs
 from .snapshot import apply, baseline, capture, persistent_refs
 from ..payload.changes import definition_key, find_definition
@@ -92,12 +92,21 @@ class ResumePoint(NamedTuple):
     # The state from which the next fit continues, `(meta, buffers)` of `capture`; None: that fit
     # begins anew
     state:tuple=None
-    # The epoch with which it continues; None: the first one of fastai's `fit`; 'next': the one
-    # after that of which `state` is the end
-    first_epoch:object=None
+    # True: `state` is the end of an epoch, and the fit continues with the next one. False: it
+    # continues with `first_epoch`; None is the first one of fastai's `fit`
+    is_epoch_end:bool=False
+    first_epoch:int=None
     # Functions and classes of cells whose variables are in `state`, each as a function that returns
     # it, or None if there is none any more (a weak reference, say)
     definitions:list=()
+    @classmethod
+    def after_epoch(cls, n_complete, structure, state, definitions):
+        "Return where a fit continues with the epoch after `state`, which is the end of one"
+        return cls(n_complete, structure, state, True, None, definitions)
+    @classmethod
+    def at_epoch(cls, n_complete, structure, state, first_epoch, definitions):
+        "Return where a fit continues that was in `state` at the beginning of `first_epoch`"
+        return cls(n_complete, structure, state, False, first_epoch, definitions)
 
 # learner -> the `UserCall` that `distrib_resume` makes again. `UserCall` makes and deletes the
 # entries; so do `distrib_resume(file)`, and `LearnerJob` when its result is brought
@@ -150,21 +159,26 @@ class UserCall:
         was_cut_off = point.state is not None and self.n_begun == point.n_complete+1
         if not was_cut_off: return None
         apply(learn, cbs, *point.state, definitions=[o() for o in point.definitions])
-        return learn.epoch+1 if point.first_epoch == 'next' else point.first_epoch
+        return learn.epoch+1 if point.is_epoch_end else point.first_epoch
     def cut_off(self, learn, cbs,
-        state, # That of the last complete epoch, an `EpochEnd`; None: capture that of `learn`
-        first_epoch, # With `state=None`: as of `ResumePoint`
+        epoch_end, # The state of the last complete epoch, an `EpochEnd`; None: capture `learn`
+        first_epoch, # With `epoch_end=None`: the epoch at whose beginning `learn` is, or None
         definitions # Functions and classes of cells, whose variables belong to the state
     ):
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
-        if state is None:
+        n_complete = self.n_begun-1
+        structure = structure_of(learn)
+        # nearly every object of a learner refers to the learner, which the point mustn't keep alive
+        refs = [*map(weakref.ref, definitions)]
+        if epoch_end is not None:
+            self.point = ResumePoint.after_epoch(n_complete, structure, private_copy(*epoch_end),
+                                                 refs)
+        else:
             tracker = baseline(learn, cbs, definitions=definitions)
             state = capture(learn, cbs, tracker, CommonRNG.capture().state(),
                             persistent_refs(learn, cbs))
-        else: first_epoch = 'next'
-        # nearly every object of a learner refers to the learner, which the point mustn't keep alive
-        self.point = ResumePoint(self.n_begun-1, structure_of(learn), private_copy(*state),
-                                 first_epoch, [*map(weakref.ref, definitions)])
+            self.point = ResumePoint.at_epoch(n_complete, structure, private_copy(*state),
+                                              first_epoch, refs)
         resume_points[learn] = self
     def complete(self, learn):
         "Make the resume point of `learn`: the current fit is complete, the next one begins anew."
@@ -195,7 +209,10 @@ def recorder_lists(learn, cbs):
 class ResumeFit(OurCallback):
     """Lets a fit on a rank begin with epoch `first_epoch`. When `fit_job` makes it, just before
     fastai's `fit`, the learner is as it was at the beginning of this epoch; after `before_fit` of
-    all callbacks it is so again."""
+    all callbacks it is so again. Attributes that were None stay as `before_fit` has set them: it
+    may have made what a state can't hold, such as a progress bar. Until its own `before_fit`,
+    `learn._do_fit` is a loop that begins with `first_epoch`, which fastai's `fit` reads before this
+    event; afterwards it is fastai's, for a fit that a callback runs inside this one."""
     order = 3_000_000       # after `before_fit` of all others
     def __init__(self, learn,
         cbs, # The learner's and the fit's callbacks that the notebook sent
@@ -217,9 +234,8 @@ class ResumeFit(OurCallback):
         learn._do_fit = do_fit
     def before_fit(self):
         learn = self.learn
-        # fastai's `fit` has read `_do_fit` already. Without it, a fit that a callback runs inside
-        # the resumed one is a whole one. If a callback cancels the fit before this event, it stays,
-        # as nothing trains this rank's learner any more
+        # if a callback cancels the fit before this event, `_do_fit` stays: nothing trains this
+        # rank's learner any more
         if vars(learn).pop('_do_fit', None) is None: return
         for cb,attrs in zip(self.resumed_cbs, self.saved_attrs): vars(cb).update(attrs)
         learn.train_iter = self.saved_train_iter
@@ -363,6 +379,6 @@ def call_from_file(learn, file,
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")
     definitions = [partial(find_definition, o) for o in saved['definition_keys']]
-    user_call.point = ResumePoint(saved['n_complete'], structure_of(learn), state, 'next',
-                                  definitions)
+    user_call.point = ResumePoint.after_epoch(saved['n_complete'], structure_of(learn), state,
+                                              definitions)
     return user_call

@@ -299,9 +299,8 @@ def validate(self:Session, ds_idx=1, dl=None):
     "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
     learn = self.learn
     dl = learn.dls[ds_idx] if dl is None else dl
-    # None: on workers; '' or a text that says why: in this process
-    why_here = why_one_process(learn, dl, self.n)
-    if why_here is None: return InferCall(self, dl).validate()
-    with suppress_lines(why_here == '' or self.quiet()):
-        print_line(f"Running in this process, not on workers: {why_here}")
+    here,why = why_one_process(learn, dl, self.n)
+    if not here: return InferCall(self, dl).validate()
+    with suppress_lines(not why or self.quiet()):
+        print_line(f"Running in this process, not on workers: {why}")
     type(learn)._do_epoch_validate(learn, dl=dl)

@@ -18,7 +18,7 @@ from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
-from .clock import _FIRST, OurCallback, runs_user_code
+from .events import _FIRST, OurCallback, runs_user_code
 from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
 from ..shard.gathered_loss import AVERAGED, LocalBatch

@@ -21,7 +21,8 @@ from fastcore.basics import patch, store_attr
 
 from ..base import board, group
 from ..base.failure import end_fork
-from .clock import _FIRST, Clock, OurCallback, Spent, handles, kind_of, runs_user_code
+from .clock import Clock, Spent, kind_of
+from .events import _FIRST, OurCallback, handles, runs_user_code
 from ..output.replay import print_line
 
 # %% ../../nbs/fastai2/705_together.ipynb #0040e935
