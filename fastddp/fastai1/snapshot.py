@@ -53,7 +53,7 @@ class _Data(Part):
     def receive(self, learn, sent, device):
         learn.data.device = device
         for dl in loaders_of(learn.data): dl.device = device
-    def rest(self, learn, start, refs, is_over): return text_order(learn.data.train_dl)
+    def rest(self, learn, start, refs, fit_ended): return text_order(learn.data.train_dl)
     def set_rest(self, learn, start, rest): set_text_order(learn.data.train_dl, rest)
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #ec610d96
@@ -112,8 +112,8 @@ def snapshot(learn,
     changes = (without_attrs(cb, 'pbar') for cb in callbacks)
     definitions = Definitions() if definitions is None else definitions
     cbs = _with_state(callbacks, metrics)
-    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.is_kept, PARTS.refs(learn, cbs),
-                  hooks)
+    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
+                  PARTS.refs(learn, cbs), hooks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
                          without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
                          definitions=definitions)
@@ -146,7 +146,7 @@ class Baseline:
         self.learn = learn
         cbs = _with_state(callbacks, metrics)
         self.refs = PARTS.refs(learn, cbs)
-        self.tracker = ChangeTracker(PARTS.groups(learn, cbs, definitions), PARTS.is_kept,
+        self.tracker = ChangeTracker(PARTS.groups(learn, cbs, definitions), PARTS.stays_on_rank,
                                      [*self.refs, *definitions])
 
     def capture(self,

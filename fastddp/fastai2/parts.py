@@ -37,12 +37,12 @@ CALLBACK_STAYS = set('''
 class Callbacks(Part):
     name,stays = 'cbs',CALLBACK_STAYS
     def objects(self, learn, cbs): return all_cbs(learn, cbs)
-    def rest(self, learn, start, refs, is_over):
+    def rest(self, learn, start, refs, fit_ended):
         """Return the positions of callbacks that were removed, and a list of the user's that were
         added, without those that can't be pickled"""
         removed = [i for i,cb in enumerate(start) if not holds(learn.cbs, cb)]
         # until the fit is over, `learn.cbs` has those that fastai adds for its time
-        added = [cb for cb in learn.cbs if is_over and not holds(start, cb)
+        added = [cb for cb in learn.cbs if fit_ended and not holds(start, cb)
                  and not type(cb).__module__.startswith('fastddp.')]
         return removed, [*picklable_attrs(dict(enumerate(added)), refs).values()]
     def set_rest(self, learn, start, rest):
@@ -55,7 +55,7 @@ class Callbacks(Part):
 class TheLearner(Part):
     name,stays = 'learn',CALLBACK_STAYS-{'dls','model','opt'}
     def objects(self, learn, cbs): return [learn]
-    def is_kept(self, o, name):
+    def stays_on_rank(self, o, name):
         return (name in self.stays or callable(getattr(type(o), name, None))
                 or isinstance(getattr(o, name, None), Callback))
     def state(self, learn, start, weights, grads): return getattr(learn, 'epoch', None)
@@ -93,7 +93,7 @@ class Data(Part):
     def receive(self, learn, sent, device):
         for dl in learn.dls.loaders: place_dl(dl, device)
         if hasattr(learn.dls, '_device'): learn.dls._device = device
-    def rest(self, learn, start, refs, is_over):
+    def rest(self, learn, start, refs, fit_ended):
         return [dl_state(original(dl)) for dl in learn.dls.loaders]
     def set_rest(self, learn, start, rest):
         for dl,state in zip(start, rest): set_dl_state(dl, state)
@@ -122,7 +122,7 @@ class Opt(Part):
 class Metrics(Part):
     name,stays = 'metrics',{'accumulate'}
     def objects(self, learn, cbs): return [*learn.metrics]
-    def is_kept(self, o, name):
+    def stays_on_rank(self, o, name):
         v = getattr(o, name, None)
         collected = v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
         return name in self.stays or collected

@@ -33,7 +33,7 @@ from ..shard.sharded import is_sharded, write_back
 #
 # Used here:
 #   PARTS.refs(learn, cbs)    the objects that both sides have; `groups` has them by part
-#   .is_kept                  says which attributes aren't sent back
+#   .stays_on_rank            says which attributes aren't sent back
 #   .sent, .receive           what the pickle of a learner lacks, and how a rank completes it
 #   .state, .set              weights and optimizer, which are copied in place
 #   .changes, .rest, .set_rest    everything else that has changed
@@ -124,7 +124,7 @@ def snapshot(
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
     definitions = Definitions() if definitions is None else definitions
     hooks = _hooks_in(obj)
-    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.is_kept, PARTS.refs(learn, cbs),
+    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank, PARTS.refs(learn, cbs),
                   hooks)
     # with a factory, the paths would lead to objects that aren't sent
     named = {} if model_factory or dls_factory else _named_parts(learn, cbs, hooks)
@@ -220,7 +220,7 @@ def baseline(learn, cbs,
     groups = PARTS.groups(learn, cbs, definitions)
     # the notebook has other modules and loaders
     if made: groups |= dict(data=[], model=[], loss=[])
-    return ChangeTracker(groups, PARTS.is_kept, None if refs is None else [*refs, *definitions])
+    return ChangeTracker(groups, PARTS.stays_on_rank, None if refs is None else [*refs, *definitions])
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #3ebd4d3c
 def capture(
@@ -240,7 +240,7 @@ def capture(
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     groups = base.groups
     rest = dict(changes=PARTS.changes(base, weights, ended), rng=rng,
-                parts=PARTS.rest(learn, groups, refs, is_over=grads is not None))
+                parts=PARTS.rest(learn, groups, refs, fit_ended=grads is not None))
     if not weights: del rest['parts']['cbs']
     return dump_state(PARTS.state(learn, groups, weights, grads), rest, base, refs)
 

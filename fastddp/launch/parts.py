@@ -15,24 +15,25 @@ from ..shard.loss import loss_module
 
 # %% ../../nbs/launch/512_parts.ipynb #64e9989b
 class Part:
-    "One part of a learner. No method is a collective; `learn` is the learner of the process"
+    """One part of a learner. Who calls which method, when, and on which side is in the table at the
+    top. No method is a collective; `learn` is the learner of the process"""
     # Also the name of the group in which a `ChangeTracker` has the objects: one of
     # `payload.changes._RULES`
     name = ''
-    # Names of attributes of the objects that aren't sent back
+    # Names of attributes of the objects that stay on the rank: they aren't sent back
     stays = frozenset()
     # True: a validation leaves it as it is
     only_fits_change = False
 
     # On both sides
     def objects(self, learn, cbs):
-        "Return the objects whose attributes a job may change. `cbs` are callbacks of the call"
+        "Return the objects whose attributes are compared. `cbs` are callbacks of the call"
         return []
     def shared(self, learn, cbs):
-        "Return the objects that both sides have. What refers to one is sent with its position"
+        "Return the objects that both sides list alike. A reference to one is sent as its position"
         return self.objects(learn, cbs)
-    def is_kept(self, o, name):
-        "Return True if the attribute `name` of the object `o` isn't sent back"
+    def stays_on_rank(self, o, name):
+        "Return True if the attribute `name` of the object `o` is neither compared nor sent back"
         return name in self.stays
 
     # To the ranks
@@ -51,7 +52,8 @@ class Part:
     def set(self, learn, state):
         "Put what `state` returned into this part of the notebook's learner, in place"
     def rest(self, learn, start, refs,
-        is_over # False if the fit goes on
+        # True if a fit has ended: False at the end of an epoch, of which more may come
+        fit_ended
     ):
         "Return what is pickled with the changed attributes; `refs` are those of `Parts`"
     def set_rest(self, learn, start, rest):
@@ -68,12 +70,13 @@ class Parts:
     def groups(self, learn, cbs,
         definitions=() # Functions and classes of cells, whose variables a job may change, too
     ):
-        "Return `{name: objects}` that a job may change, for a `ChangeTracker`"
+        """Return `{name of a part: its objects}` for a `ChangeTracker`, without parts that have
+        none. `definitions` are the group 'variables', which no part has"""
         found = {p.name:p.objects(learn, cbs) for p in self} | dict(variables=definitions)
         return {k:v for k,v in found.items() if v or k == 'variables'}
-    def is_kept(self, group, o, name):
-        "As `Part.is_kept`, for a `ChangeTracker`, which has groups of its own, too"
-        return group in self.parts and self.parts[group].is_kept(o, name)
+    def stays_on_rank(self, group, o, name):
+        "As that of `Part`, for a `ChangeTracker`, which has groups that aren't parts, too"
+        return group in self.parts and self.parts[group].stays_on_rank(o, name)
     def sent(self, learn): return {p.name:p.sent(learn) for p in self}
     def receive(self, learn, sent, device):
         for p in self: p.receive(learn, sent.get(p.name), device)
@@ -90,8 +93,8 @@ class Parts:
         res = tracker.since_start(ended)
         left_out = {p.name for p in self if p.only_fits_change and not weights}
         return {group:v for group,v in res.items() if group not in left_out}
-    def rest(self, learn, groups, refs, is_over):
-        return {p.name:p.rest(learn, groups.get(p.name, ()), refs, is_over) for p in self}
+    def rest(self, learn, groups, refs, fit_ended):
+        return {p.name:p.rest(learn, groups.get(p.name, ()), refs, fit_ended) for p in self}
     def set_rest(self, learn, groups, rest):
         for p in self:
             if rest.get(p.name) is not None: p.set_rest(learn, groups.get(p.name, ()), rest[p.name])
