@@ -123,8 +123,8 @@ _fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstat
 
 @patch
 def __getstate__(self:Learner):
-    """Return what fastai pickles, without the options, methods and callbacks that an open block or a
-    fit on a worker has added: a callback may call `learn.export`."""
+    """Return what fastai pickles, without what an open block or a fit on a worker has added to the
+    learner: options, methods and callbacks. A callback may call `learn.export`."""
     def is_ours(v):
         while isinstance(v, partial): v = v.func
         return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')

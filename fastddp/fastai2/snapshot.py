@@ -124,8 +124,8 @@ def snapshot(
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
     definitions = Definitions() if definitions is None else definitions
     hooks = _hooks_in(obj)
-    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank, PARTS.refs(learn, cbs),
-                  hooks)
+    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
+                  PARTS.refs(learn, cbs), hooks)
     # with a factory, the paths would lead to objects that aren't sent
     named = {} if model_factory or dls_factory else _named_parts(learn, cbs, hooks)
     try:
@@ -220,7 +220,8 @@ def baseline(learn, cbs,
     groups = PARTS.groups(learn, cbs, definitions)
     # the notebook has other modules and loaders
     if made: groups |= dict(data=[], model=[], loss=[])
-    return ChangeTracker(groups, PARTS.stays_on_rank, None if refs is None else [*refs, *definitions])
+    both = None if refs is None else [*refs, *definitions]
+    return ChangeTracker(groups, PARTS.stays_on_rank, both)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #3ebd4d3c
 def capture(

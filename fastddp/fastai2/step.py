@@ -537,9 +537,10 @@ def _end_without_backward(self:StepSync):
     if how != LATER: self.passes.average()
 
 # %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
-_LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate gradients, "
-                 "it sees those of its worker, 1/{0} of each batch: divide its number by {0}, or "
-                 "use fastai's GradientAccumulation, which counts the items of all workers.")
+_LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate "
+                 "gradients, it sees those of its worker, 1/{0} of each batch: divide its number "
+                 "by {0}, or use fastai's GradientAccumulation, which counts the items of all "
+                 "workers.")
 
 @patch
 def _note_left_step(self:StepSync):
