@@ -313,12 +313,17 @@ def _replace_attributes(old, attrs, kept=()):
     vars(old).clear()
     vars(old).update(attrs)
 
+# By how the object pickles, `new.__reduce_ex__(4)`, the first line that applies:
+#
+#     an empty object of its class is made, and has `__setstate__`    set_own_state
+#     the class has contents in memory of its own, as one in C        not updated
+#     the state is a dict, from a `__getstate__` of the user's        set_own_state
+#     any other, even one that a function makes from arguments        attributes and slots
 def _update_object(old, new):
     "Make `old` equal to `new` as unpickling would; False if contents are elsewhere"
     make,args,state = (*new.__reduce_ex__(4), None)[:3]
-    is_new = make is copyreg.__newobj__ and len(args) == 1 or make is type(new) and not args
-    if is_new and hasattr(old, '__setstate__'): set_own_state(old, state)
-    # also if another function makes the object, from arguments of its own
+    is_empty = make is copyreg.__newobj__ and len(args) == 1 or make is type(new) and not args
+    if is_empty and hasattr(old, '__setstate__'): set_own_state(old, state)
     elif not keeps_contents_in_attributes(type(old)): return False
     elif isinstance(state, dict) and own_state(new) is not None: set_own_state(old, state)
     else:
@@ -449,8 +454,10 @@ class OwnObjects:
     ):
         self.own = {}       # id of a copy -> own object
         self._copies = []   # keeps them alive, and so their ids unique
-        # id -> `(object, the object with which it was replaced, such as itself)`
-        self._done = {id(o):(o, o) for o in known}
+        # id of an object -> `(the object, what replaces it, mostly itself)`. An object has an entry
+        # before its parts are visited, so a cycle of references ends. The entry keeps the object
+        # alive, so no other object gets its id
+        self._replacements = {id(o):(o, o) for o in known}
         for own,copy in pairs:
             if own is copy or id(copy) in self.own or not update_in_place(own, copy): continue
             self._add(own, copy)
@@ -465,14 +472,14 @@ class OwnObjects:
         "Return `v` with own objects in the place of copies; lists and objects are changed in place"
         if isinstance(v, (*ATOMS, torch.Tensor)) and id(v) not in self.own: return v
         if id(v) in self.own: return self.own[id(v)]
-        if id(v) not in self._done: self._visit(v)
-        return self._done[id(v)][1]
+        if id(v) not in self._replacements: self._visit(v)
+        return self._replacements[id(v)][1]
     def _visit(self, v):
         "Replace copies in the parts of `v`, and note what replaces `v` itself"
-        if id(v) in self._done: return
-        self._done[id(v)] = v,v         # first, since `v` may refer to itself
+        if id(v) in self._replacements: return
+        self._replacements[id(v)] = v,v         # first, since `v` may refer to itself
         with contextlib.suppress(Exception):    # an object of the user's may refuse any of this
-            self._done[id(v)] = v,self._visited(v)
+            self._replacements[id(v)] = v,self._visited(v)
     def _visited(self, v):
         "As `_visit`; returns what replaces `v`; may raise any exception"
         if isinstance(v, (type,torch.Tensor)): return v
@@ -539,7 +546,7 @@ def own_memory(objects # Any objects; those that are tensors and arrays are chan
                     o.__setstate__((1, o.shape, o.dtype, is_fortran, o.tobytes('A')))
 
 def _own_storage(t, storages):
-    "As `own_memory`, for one tensor. Tensors that had their memory in common have so again"
+    "As `own_memory`, for one tensor. Tensors that shared memory share it again"
     old = t.untyped_storage()
     if old.resizable() or old.nbytes() > _MAX_OWN_BYTES or not t.is_cpu: return
     _,new = storages.setdefault(old.data_ptr(), (old, old.clone()))
