@@ -29,11 +29,14 @@ from .trees import is_list_of_items, tensors_in, with_tensors
 #   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
 #   |                       with the predictions and targets of all, and tells the others whether
 #   |                       that raised an error: a second meeting, `agree`
-#   `-- they don't, or an   returns None. The caller computes the loss of this rank's items, and in
-#       error was raised    the batches to come no rank holds these meetings any more
+#   `-- they don't, or an   returns None. The caller computes the loss of this rank's items. The
+#       error was raised    function's kind is 'average' then, for which the ranks don't meet
 #
-# The sections: rows of an item, `LocalBatch`, the state of a loss function, `Losses`; parts of a
-# batch without gradients, for metrics.
+# An error of a rank that ends the fit (the user's, or with the option 'gather') is raised before
+# `agree`, in which the other ranks wait. The launcher ends them when that rank reports its error.
+#
+# The sections: rows of an item; `LocalBatch`; parts of a batch without gradients, for metrics; the
+# state of a loss function; `Losses`.
 #
 # Used here:
 #   group.all_gather_tensors    a collective: the tensors of each rank, without a graph
@@ -543,8 +546,6 @@ def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
                         f"({why_not}): {AVERAGED}", ('average',name))
         return None
     state = LossState(f)
-    # If this raises, the job of this rank ends with the error. The launcher then ends the other
-    # ranks, which wait in `agree`
     loss = self._call_joined(f, batch, counts)
     if not agree(loss is None):
         # this may differ from rank to rank; the user sees rank 0's
@@ -559,7 +560,7 @@ def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
 
 @patch
 def _why_not_joined(self:Losses, nbytes, layouts):
-    """Return why the predictions of all ranks can't be joined; '' if they can. It is made of
+    """Return why the predictions of all ranks can't be joined; '' if they can. It follows from
     what was exchanged, so it is the same on all ranks"""
     if max(nbytes) > self.MOST_BYTES:
         return f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
@@ -598,18 +599,25 @@ def check_terms(self:Losses,
     cbs=()            # These callbacks
 ):
     """Tell the user of terms that each rank computes of what it has, so that they are averaged.
-    Only the first call searches, in two parts of the graph: from `loss` to the predictions, for
-    parameters of the model (a penalty on weights); from `changed` to `loss`, for predictions
-    and parameters (what a callback added)"""
+    Only the first call searches"""
     if self.terms_checked: return
     self.terms_checked = True
     preds = {t.grad_fn for t in tensors_in(pred)}
+    self._check_own_terms(loss, preds, named_parameters)
+    if changed is not None: self._check_added_terms(changed, loss, preds, named_parameters, cbs)
+
+@patch
+def _check_own_terms(self:Losses, loss, preds, named_parameters):
+    "Search from `loss` to the predictions for parameters of the model: a penalty on weights"
     used = leaves_of(graph_of(loss, until=preds))
     names = sorted(name for name,p in named_parameters() if id(p) in used)
     if names:
         self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                         f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
-    if changed is None: return
+
+@patch
+def _check_added_terms(self:Losses, changed, loss, preds, named_parameters, cbs):
+    "Search from `changed` to `loss` for predictions and parameters: what a callback added"
     added = graph_of(changed, until=[loss])
     params = {id(p) for _,p in named_parameters()}
     if preds.isdisjoint(added) and params.isdisjoint(leaves_of(added)): return
