@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/shard/314_gathered_loss.ipynb #67911b95
 import types, zlib
 from collections import deque
+from collections.abc import MutableMapping
 from numbers import Integral
 
 import torch
@@ -324,18 +325,27 @@ def _function_of(f):
     candidates = getattr(f, '__func__', f),getattr(type(f), name, None)
     return next((o for o in candidates if isinstance(o, types.FunctionType)), None)
 
-def _attributes_of(f):
-    "Return the dicts of attributes that a call of `f` may change"
-    if isinstance(f, torch.nn.Module): return [vars(m) for m in f.modules()]
+def _objects_of(f):
+    "Return the objects whose attributes a call of `f` may change"
+    if isinstance(f, torch.nn.Module): return [*f.modules()]
     owner = getattr(f, '__self__', None)
     objects = [] if owner is None or isinstance(owner, torch.nn.Module) else [owner]
     if not isinstance(f, types.MethodType): objects.append(f)
-    return [vars(o) for o in objects if hasattr(o, '__dict__')]
+    return [o for o in objects if hasattr(o, '__dict__')]
+
+class _ClassVars(MutableMapping):
+    "The attributes of a class, as a dict; a method of a class may change them"
+    def __init__(self, cls): self.cls = cls
+    def __getitem__(self, k): return vars(self.cls)[k]
+    def __setitem__(self, k, v): setattr(self.cls, k, v)
+    def __delitem__(self, k): delattr(self.cls, k)
+    def __iter__(self): return iter(vars(self.cls))
+    def __len__(self): return len(vars(self.cls))
 
 def _holders(f):
     """Yield the dicts with attributes and module variables that a call of `f` may change, and for
     each the names that count; None: all of them"""
-    for attrs in _attributes_of(f): yield attrs,None
+    for o in _objects_of(f): yield _ClassVars(o) if isinstance(o, type) else vars(o),None
     function = _function_of(f)
     if function is None: return
     scope = function.__globals__

@@ -118,6 +118,20 @@ def test_what_a_loss_keeps_is_as_in_one_process(ranks):
     assert largest([learn.loss_func.center], [one.loss_func.center]) < 1e-6
 
 
+class CountsLate:
+    "Counts in an attribute that its first call creates"
+    def __call__(self, pred, y):
+        self.calls = getattr(self, 'calls', 0)+1
+        return F.mse_loss(pred, y)*(1+self.calls/10)
+
+
+def test_a_counter_that_the_first_call_creates(two):
+    learn = learner(loss_func=CountsLate(), data=numbers, model=mlp(n_out=1))
+    learn, one = fit_both(learn, 2, two, 2)
+    assert_same(learn, one)
+    assert learn.loss_func.calls == one.loss_func.calls
+
+
 def test_the_option_overrules(two, capfd):
     learn, one = fit_both(make('rmse', train=16, valid=8), 2, two, 1, ddp=dict(loss='gather'))
     assert_same(learn, one)
