@@ -92,8 +92,13 @@ def _where_to_look(learn, callbacks, hooks):
     roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
     roots |= {'learn.data.train_ds': learn.data.train_ds, 'learn.data': learn.data,
               'learn.model': learn.model, 'learn.loss_func': learn.loss_func}
+    seen = []
     for cb in callbacks:
-        roots |= {f"{type(cb).__name__}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
+        name = type(cb).__name__
+        seen.append(name)
+        # the second callback of a class has paths of its own
+        if seen.count(name) > 1: name += f' ({seen.count(name)})'
+        roots |= {f"{name}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
     return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
@@ -109,13 +114,14 @@ def snapshot(learn,
     parts = PARTS.sent(learn)
     _,hooks = parts['hooks']
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), parts=parts, **call)
-    changes = (without_attrs(cb, 'pbar') for cb in callbacks)
+    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
     definitions = Definitions() if definitions is None else definitions
     cbs = _with_state(callbacks, metrics)
+    # `definitions.held`: objects that callbacks and others hold, at any depth. Both sides have them
     look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
                   PARTS.refs(learn, cbs), hooks)
     return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
-                         without_attrs(learn, *_OVERRIDES), *changes, columns=columns,
+                         without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
                          definitions=definitions)
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #0b64ab26
@@ -126,6 +132,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     old_numpy()
     CommonRNG(obj['rng']).install()
     learn = obj['learn']
+    # What was sent lies in the memory of the payload, where a list of losses, say, can't grow
     own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     PARTS.receive(learn, obj['parts'], device)
 
@@ -157,9 +164,10 @@ class Baseline:
         """Return everything that the job has changed, as a `Payload`: the weights, to be copied in
         place, and the changed attributes"""
         groups = self.tracker.groups
+        # A job is one fit or one validation: when it has ended, so has the fit.
         # `rest` is pickled by itself: if it can't be loaded, the weights still arrive
-        rest = dict(changes=PARTS.changes(self.tracker, True, ended), rng=rng,
-                    parts=PARTS.rest(self.learn, groups, self.refs, ended))
+        rest = dict(changes=PARTS.changes(self.tracker, weights=True, ended=ended), rng=rng,
+                    parts=PARTS.rest(self.learn, groups, self.refs, fit_ended=ended))
         return dump_state(PARTS.state(self.learn, groups, True, grads), rest, self.tracker,
                           self.refs)
 
@@ -173,6 +181,8 @@ def apply(learn,
     # as they were when the job began: what follows changes the learner
     cbs = _with_state(callbacks, metrics)
     groups = PARTS.groups(learn, cbs, definitions)
+    # Layers that the fit has added are among the changes in `rest`. So weights without a place in
+    # the model don't fit only if some of these changes couldn't be sent or loaded: then it is None
     loaded = load_state(meta, buffers, PARTS.refs(learn, cbs), learn.model, learn.data.device)
     if loaded is None: return
     state,rest = loaded     # `rest` is empty if it can't be loaded here

@@ -63,8 +63,10 @@ class Twin:
     def capture(self, streams, trains):
         """Return what the call has changed, for `apply`; `streams` is the state of the random
         streams at its end."""
+        # as of `capture`: None for inference, in which no fit has ended
+        grads = True if trains else None
         state = capture(self.learn, self.cbs, self.baseline, streams, self.refs, weights=trains,
-                        grads=trains or None)
+                        grads=grads)
         return private_copy(*state)
     def original_of(self, o):
         "Return the original of the twin's object `o`; `o` itself if that has none."
@@ -108,6 +110,13 @@ def gpu_memory_note(
 #         _end            the call has returned, or was never made
 #     job.pull()          the twin's last complete epoch -> learn
 #     job.result()        waits for the end, then `bring`: twin -> learn
+#
+# What its two `ExitStack`s hold, and how long:
+#
+#                     start_job   _prepare   _make_call   _end   result()
+#     until_end           |----------|-----------|              twin's block; refusal of `learn.fit`
+#     until_result        |----------|-----------|---------|----|  with `offload`: `learn` on the
+#                                                               CPU, and the refusal
 def start_job(learn,
     user_call, # The `UserCall` to make
     trains, # True for a fit, False for inference
@@ -261,12 +270,17 @@ class LearnerJob(BackgroundJob):
         cbs, # Callbacks of the call, those of `learn`
         state # As of `capture`: `(meta, buffers)`
     ):
-        """Put `state` into the parts (optimizer, callbacks, loaders ...) that `learn` had when the
-        job began. Parts with which the notebook has replaced them stay as they are."""
+        """Put `state` into `learn`. Changed attributes, and weights of the loss, go to the parts
+        (callbacks, loaders ...) that it had when the job began, and not to those with which the
+        notebook has replaced them. Weights of the model and the optimizer's state go into the
+        model and the optimizer that it has now."""
         with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
             refs = persistent_refs(learn, cbs)
             groups = PARTS.groups(learn, cbs)
-        apply(learn, cbs, *state, refs=refs, groups=groups)
+        loss = self.parts_at_start['loss_func']
+        is_replaced = learn is self.original and learn.loss_func is not loss
+        with with_attrs(learn, **dict(loss_func=loss) if is_replaced else {}):
+            apply(learn, cbs, *state, refs=refs, groups=groups)
 
 def _as_written(user_call):
     "Return the call as text, such as 'fit(2, lr=0.1, ...)', with ... for a long argument."

@@ -52,7 +52,7 @@ def dump_with_patches(
 def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't be pickled
-    *changes, # Context managers inside which the learner is as it is to be pickled
+    *contexts, # Context managers inside which the learner is as it is to be pickled
     columns=None, # `ColumnCache` that the snapshots of one block share
     definitions=None # Gets the notebook's `Definitions` that are sent
 ):
@@ -60,5 +60,5 @@ def dump_snapshot(
     obj = dict(rng=CommonRNG.capture().state(), **obj,
                definitions=Definitions() if definitions is None else definitions)
     with ExitStack() as stack:
-        for o in changes: stack.enter_context(o)
+        for o in contexts: stack.enter_context(o)
         return dump_with_patches(obj, roots, columns=columns or ColumnCache())
