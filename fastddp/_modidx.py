@@ -702,6 +702,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.fastai2.as_one._close': ('fastai2/as_one.html#_close', 'fastddp/fastai2/as_one.py'),
                                         'fastddp.fastai2.as_one._event_dispatcher': ( 'fastai2/as_one.html#_event_dispatcher',
                                                                                       'fastddp/fastai2/as_one.py'),
+                                        'fastddp.fastai2.as_one._like': ('fastai2/as_one.html#_like', 'fastddp/fastai2/as_one.py'),
                                         'fastddp.fastai2.as_one._validate_in_batch': ( 'fastai2/as_one.html#_validate_in_batch',
                                                                                        'fastddp/fastai2/as_one.py'),
                                         'fastddp.fastai2.as_one._validate_on_rank0': ( 'fastai2/as_one.html#_validate_on_rank0',

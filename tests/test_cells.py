@@ -180,7 +180,8 @@ class Base(Callback):
         super().__init_subclass__(**kwargs)
         cls.kind = kind
         kinds.append(kind)
-class Mine(Base, kind='mine'):
+class Mixin: pass
+class Mine(Mixin, Base, kind='mine'):
     def after_fit(self):
         class Later(Base, kind='later'): pass
         self.seen = type(self).kind, Later.kind

@@ -272,8 +272,13 @@ def load(learn, fit,
     opt_from_rank0(learn)
     name,text = group.from_rank0((type(failure).__name__, str(failure)))
     if failure: raise failure
-    if name != 'NoneType': raise getattr(builtins, name, RuntimeError)(text)
+    if name != 'NoneType': raise _like(name, text)
     return learn
+
+def _like(name, text):
+    "Return an exception of Python's class `name`, or a RuntimeError if it is made of more than text"
+    try: return getattr(builtins, name)(text)
+    except (AttributeError,TypeError): return RuntimeError(text)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #24f33416
 def load_without_file(cb # An `LRFinder`

@@ -21,7 +21,7 @@ from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
 import fastddp.fastai2.learner
-from .loaders import is_lm, lay_out
+from .loaders import is_lm, lay_out, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..output.replay import several, suppress_lines
@@ -128,11 +128,11 @@ def distrib_bench(self:Learner,
     ns = [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
     if bs is not None or num_workers is not None:
         ns = [most]     # other loaders are tried with one number of workers
-        if not isinstance(self.dls.loaders[0], DataLoader):
+        if not isinstance(self.dls.train, DataLoader):
             raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
     res = Bench()
     for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
-        learn = copy_of(self)
+        with with_loaders(self): learn = copy_of(self)
         for dl in learn.dls.loaders:
             if b is not None:
                 dl.bs = b

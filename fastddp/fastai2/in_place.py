@@ -117,11 +117,13 @@ def _fit_in_place(learn,
     # And they end alike: a callback may have changed weights since they were compared
     model_from_rank0(learn)
 
-def _validate_in_place(learn, dl):
+def _validate_in_place(learn, dl,
+    stop_requested=lambda: False # As of `distributed`
+):
     "Validate a loader by all ranks, each of which has called it."
     _sync_learner(learn)
     report = Report('inference')
-    with distributed(learn, sync_bn=False, shard_dls=False) as fit:
+    with distributed(learn, sync_bn=False, shard_dls=False, stop_requested=stop_requested) as fit:
         infer_in_group(learn, dl, fit)
     report.end_phase('validate')
     _complete(learn, report, fit, dict(steps=0, epochs=0), dl)
@@ -150,7 +152,8 @@ def in_place(
     reports[learn] = []
     def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
-        _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl)
+        stop = {k:v for k,v in options.items() if k == 'stop_requested'}
+        _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl, **stop)
     with launched_group() as device:
         place(learn, device)
         with with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given,

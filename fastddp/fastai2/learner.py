@@ -16,6 +16,7 @@ from fastcore.foundation import L
 
 from ..base.checks import check, check_all
 from ..base.errors import CantDistribute
+from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import start_job
@@ -130,7 +131,8 @@ def __getstate__(self:Learner):
         return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
     state = {k:v for k,v in _fastai_getstate(self).items()
              if k != 'distrib_session' and not is_ours(v)}
-    if 'cbs' in state: state['cbs'] = L(cb for cb in state['cbs'] if not is_ours(cb))
+    if 'cbs' in state:
+        state['cbs'] = L(cb for cb in state['cbs'] if not isinstance(cb, OurCallback))
     return state
 
 Learner.__getstate__.instead_of = _fastai_getstate
@@ -181,8 +183,9 @@ def distrib_resume(self:Learner,
 
     After a failure it can be called again: it continues from the last complete epoch."""
     _check_wait(wait, offload)
-    if file is not None: resume_points[self] = call_from_file(self, file, launcher)
-    call = call_to_resume(self)
+    with with_loaders(self):
+        if file is not None: resume_points[self] = call_from_file(self, file, launcher)
+        call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
 

@@ -529,7 +529,9 @@ def _end_without_backward(self:StepSync):
     batch_loss = self.batch.loss
     has_loss = batch_loss.is_computed()     # the same on all ranks
     numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
+    if self.learn.iter == 0: numbers |= dict(layout=self._first_read())
     result = self.together.vote('begin_pass', **numbers)
+    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
     others_pass = result.sum('backward') > 0
     # in the same order as `_meet`
     how = self._decide(result) if others_pass else LATER

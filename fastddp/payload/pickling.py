@@ -197,8 +197,10 @@ class _Globals(dict):
 @contextmanager
 def _without_init_subclass(bases):
     "Inside, Python doesn't call the `__init_subclass__` that a class with these bases inherits"
-    owner = next(c for b in (*bases, object) for c in b.__mro__ if '__init_subclass__' in vars(c))
-    if owner is object:
+    owners = (c for b in bases for c in b.__mro__
+              if c is not object and '__init_subclass__' in vars(c))
+    owner = next(owners, None)
+    if owner is None:
         yield
         return
     before = vars(owner)['__init_subclass__']

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/300_trees.ipynb #a629bd05
-from collections import defaultdict
+from collections import OrderedDict, defaultdict
 from types import FunctionType, MethodType, ModuleType
 
 import torch
@@ -21,8 +21,10 @@ _OPAQUE = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
 
 def attrs_of(o):
     "Return the attributes of an object as a dict, those in `__slots__` too"
-    slots = (k for cls in type(o).__mro__ for k in getattr(cls, '__slots__', ()))
-    in_slots = {k:getattr(o, k) for k in slots if k not in ('__dict__','__weakref__')
+    slots = (vars(cls).get('__slots__', ()) for cls in type(o).__mro__)
+    # one name may stand alone, as a text
+    names = (k for names in slots for k in ([names] if isinstance(names, str) else names))
+    in_slots = {k:getattr(o, k) for k in names if k not in ('__dict__','__weakref__')
                 and hasattr(o, k)}
     return in_slots | getattr(o, '__dict__', {})
 
@@ -38,11 +40,15 @@ def parts_of(o):
 def _with_parts(o, items, attrs):
     "Return a copy of `o` that holds these `items` and `attrs`. No constructor of its class runs"
     cls = type(o)
+    # what torch's `max` and others return is made by its class only
+    if hasattr(cls, 'n_sequence_fields'): return cls([*items.values()])
     if isinstance(o, tuple): new = tuple.__new__(cls, items.values())
     else:
         new = cls.__new__(cls)
-        if isinstance(o, dict): dict.update(new, items)
-        elif isinstance(o, list): list.extend(new, items.values())
+        # of an `OrderedDict`, such as an output of transformers, `dict` doesn't know the order
+        kind = OrderedDict if isinstance(o, OrderedDict) else dict
+        for k,v in items.items() if isinstance(o, dict) else (): kind.__setitem__(new, k, v)
+        if isinstance(o, list): list.extend(new, items.values())
         if isinstance(o, defaultdict): new.default_factory = o.default_factory
     for k,v in attrs.items(): object.__setattr__(new, k, v)
     return new

@@ -401,6 +401,7 @@ def test_loaders_that_are_not_fastais(two):
     assert learn.dls is dls and learn.spacing.seen == (1, 1)
     assert [*learn.distrib_validate(nprocs=2, launcher=two)] == pytest.approx([*learn.validate()])
     assert learn.distrib_check(2, nprocs=2, launcher=two).same and learn.dls is dls
+    assert learn.distrib_bench(nprocs=2, steps=1)[0].rate > 0 and learn.dls is dls
 
 
 def test_no_loaders_are_refused(two):
