@@ -276,7 +276,7 @@ def load(learn, fit,
     return learn
 
 def _like(name, text):
-    "Return an exception of Python's class `name`, or a RuntimeError if it is made of more than text"
+    "Return an exception of Python's class `name`; a RuntimeError if that needs more than a text"
     try: return getattr(builtins, name)(text)
     except (AttributeError,TypeError): return RuntimeError(text)
 
