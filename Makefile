@@ -1,6 +1,6 @@
 # Everything that is done here, by name. Each target makes its own environment in .venv if it is not there yet.
 #   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
-#   make test      what a change is likely to break: tests and notebooks, in five minutes on two cores
+#   make test      what a change is likely to break: tests and notebooks, in ten minutes on two cores
 #   make test-changed  the notebooks and tests that a change touches (BASE=rev: since then)
 #   make test-all  all there is, one part after the other, and a page of what came out (PARTS="full v1": these)
 #   make test-full  all tests and all notebooks, the long ones, too

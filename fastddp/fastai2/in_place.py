@@ -10,6 +10,7 @@ import contextlib, functools
 
 from fastai.learner import Learner
 from fastai.torch_core import default_device
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import is_accelerator
@@ -118,7 +119,7 @@ def _fit_in_place(learn,
     model_from_rank0(learn)
 
 def _validate_in_place(learn, dl,
-    stop_requested=lambda: False # As of `distributed`
+    stop_requested # As of `distributed`
 ):
     "Validate a loader by all ranks, each of which has called it."
     _sync_learner(learn)
@@ -152,8 +153,8 @@ def in_place(
     reports[learn] = []
     def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
-        stop = {k:v for k,v in options.items() if k == 'stop_requested'}
-        _validate_in_place(learn, learn.dls[ds_idx] if dl is None else dl, **stop)
+        dl = learn.dls[ds_idx] if dl is None else dl
+        _validate_in_place(learn, dl, options.get('stop_requested', noop))
     with launched_group() as device:
         place(learn, device)
         with with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given,

@@ -464,9 +464,7 @@ def _meet(self:StepSync, loss):
     batch_loss = self.batch.loss
     numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
     if self.uses_ddp(): numbers |= self.overlapped.status(loss)
-    if self.learn.iter == 0: numbers |= dict(layout=self._first_read())
-    result = self.together.vote('begin_pass', backward=1., **numbers)
-    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+    result = self._vote_of_pass(backward=1., **numbers)
     self.losses.is_stateful |= result.sum('stateful') > 0
     how = self._decide(result)
     batch_loss.combine(result)
@@ -481,9 +479,14 @@ def _check_terms(self:StepSync, loss):
     self.losses.check_terms(node, learn.pred, learn.model.named_parameters, loss, cbs)
 
 @patch
-def _first_read(self:StepSync):
-    "Return the checksum of what this rank has read, if every rank reads the whole loader"
-    return getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
+def _vote_of_pass(self:StepSync, **numbers):
+    """Return the result of the vote 'begin_pass'. In the first batch the ranks also compare what
+    they have read, if every rank reads the whole loader; raises `CantShard` on all if it differs"""
+    first_read = getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
+    if self.learn.iter == 0: numbers |= dict(layout=first_read)
+    result = self.together.vote('begin_pass', **numbers)
+    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+    return result
 
 # %% ../../nbs/fastai2/714_step.ipynb #b9309337
 @patch
@@ -529,9 +532,7 @@ def _end_without_backward(self:StepSync):
     batch_loss = self.batch.loss
     has_loss = batch_loss.is_computed()     # the same on all ranks
     numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
-    if self.learn.iter == 0: numbers |= dict(layout=self._first_read())
-    result = self.together.vote('begin_pass', **numbers)
-    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+    result = self._vote_of_pass(**numbers)
     others_pass = result.sum('backward') > 0
     # in the same order as `_meet`
     how = self._decide(result) if others_pass else LATER

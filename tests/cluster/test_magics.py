@@ -625,3 +625,15 @@ def test_interrupt_of_a_fit(lesson, folder):
     found = re.findall(r'Out\[\d:\d+\]: (.*)', lesson.run('%%dip --see all\nlearn.model.weight.sum().item()'))
     assert len(found) == 2 and found[0] == found[1]
     lesson.run('%%dip\nlearn.fit(1)')
+
+
+def test_interrupt_of_a_validation(lesson, folder):
+    marker = folder/'validating'
+    lesson.run(f'%%dip\n{LESSON}')
+    lesson.run(f'%%dip\nclass SlowValid(Callback):\n    def after_batch(self):\n        open({str(marker)!r}, '
+               f'"w").close(); import time; time.sleep(.05)\n'
+               f'        if self.iter > 400: raise ValueError("it went on")')
+    lesson.run('%%dip\nmany = DataLoader(list(learn.dls.valid_ds)*500, bs=1, num_workers=0, device="cpu")')
+    cell = '%%dip\nwith learn.added_cbs(SlowValid()): learn.validate(dl=many)'
+    assert lesson.interrupt_after(cell, marker) == ['KeyboardInterrupt']
+    lesson.run('%%dip\nlearn.validate()')

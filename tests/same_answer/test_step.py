@@ -57,8 +57,9 @@ class LossOfBatch(Collect):
 
 class LeavesOutAPass(Learner):
     "In one batch the last of `n` ranks makes no backward pass: what counts are the others' items"
+    at = 1
     def _backward(self):
-        if self.iter != 1: return super()._backward()
+        if self.iter != self.at: return super()._backward()
         if group.world_size() == 1:
             kept = [i for i in range(len(self.y)) if i % self.n != self.n-1]
             return self.loss_func(self.pred[kept], self.y[kept]).backward()
@@ -76,6 +77,14 @@ def test_one_rank_makes_no_backward_pass(ranks, capfd):
     assert_ranks_alike([rows[:2] for rows in loss.ranks])
     assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < 1e-5
     assert capfd.readouterr().err.count("the ranks' weights had drifted apart") == 1
+
+
+def test_a_first_batch_that_is_read_whole_and_has_no_backward_pass_on_one_rank(two):
+    "Both have read the same, and say so"
+    learn = learner(train=16, kind=LeavesOutAPass)
+    learn.n, learn.at, learn.dls.train.reads_whole = 2, 0, True
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert len(learn.recorder.values) == 1
 
 
 class Swaps(Callback):
