@@ -10,7 +10,6 @@ import contextlib, functools
 
 from fastai.learner import Learner
 from fastai.torch_core import default_device
-from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import is_accelerator
@@ -154,7 +153,7 @@ def in_place(
     def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
     def validate(ds_idx=1, dl=None):
         dl = learn.dls[ds_idx] if dl is None else dl
-        _validate_in_place(learn, dl, options.get('stop_requested', noop))
+        _validate_in_place(learn, dl, options.get('stop_requested', lambda: False))
     with launched_group() as device:
         place(learn, device)
         with with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given,
