@@ -13,6 +13,7 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .models import load_script
 from .pickling import Pickler, dump, load
 from .reducers import load_storage
 
@@ -70,8 +71,8 @@ def deep_copy(
     class Copier(Pickler):
         def reducer_override(self, o):
             is_shared = isinstance(o, (types.FunctionType,types.ModuleType,type))
-            # by its name, as `load` replaces it
-            if not is_shared or o is load_storage:
+            # these are pickled by their names, by which `load` gives them the device
+            if not is_shared or o in (load_storage, load_script):
                 return super().reducer_override(o)
             by_id[id(o)] = o
             return operator.getitem, (by_id, id(o))
