@@ -3002,6 +3002,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._noting_import': ( 'payload/pickling.html#_noting_import',
                                                                                        'fastddp/payload/pickling.py'),
+                                          'fastddp.payload.pickling._pop': ('payload/pickling.html#_pop', 'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._same': ('payload/pickling.html#_same', 'fastddp/payload/pickling.py'),
                                           'fastddp.payload.pickling._subimport': ( 'payload/pickling.html#_subimport',
                                                                                    'fastddp/payload/pickling.py'),

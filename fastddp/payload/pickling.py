@@ -124,8 +124,8 @@ def dump(
         long_lists = long_sequences(obj) if columns else []
         replaced = columns.stand_ins(long_lists) if long_lists else []
         # the four parts of the stream, see above
-        p.dump([stand_in for _,stand_in in replaced])
         p.remember(enumerate(refs))
+        p.dump([stand_in for _,stand_in in replaced])
         p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
         p.dump(obj)
     return Payload(stream.getvalue(), buffers)
@@ -388,11 +388,16 @@ def _making(code, n_read):
             args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
             earlier = next((o for o in args if isinstance(o, Unloaded)), None)
             self.stack[n:] = [earlier or Unloaded(e)]
+            if len(args) > 1: self.failed_call = self.stack[-1],args[1]     # behind the function
     return run
 
 def _changing(code):
     "Return the method for an instruction that changes the object below what it takes"
     def run(self):
+        # the state of an object that couldn't be made isn't that of the `Unloaded`
+        if code == pickle.BUILD[0] and isinstance(self.stack[-2], Unloaded):
+            self.stack.pop()
+            return
         try: pickle._Unpickler.dispatch[code](self)
         except Exception as e:
             self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
@@ -406,6 +411,8 @@ class _Partly(pickle._Unpickler):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = {id(o):o for o in refs}
         self.broken = {}        # id -> `(object, exception)`: objects that lack contents
+        # the last `Unloaded` that a call was replaced by, and the call's first argument
+        self.failed_call = object(),None
         exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False, True))
         self.find_class = exact.find_class
         self.persistent_load = exact.persistent_load
@@ -425,7 +432,15 @@ class _Partly(pickle._Unpickler):
             if not isinstance(part, type): todo += parts_of(part, most=math.inf)
         return o
 
+def _pop(self):
+    """Drop the result of a call. pickle makes such a call to set the state of the first argument:
+    if it has failed, that object is broken"""
+    unloaded,o = self.failed_call
+    if self.stack and self.stack[-1] is unloaded: self.broken[id(o)] = o,unloaded.error
+    self.load_pop()
+
 _Partly.dispatch = dict(pickle._Unpickler.dispatch)
+_Partly.dispatch[pickle.POP[0]] = _pop
 # besides the objects on the stack, 'c' reads two names from the stream
 for code,n_read in ((pickle.REDUCE,2), (pickle.NEWOBJ,2), (pickle.NEWOBJ_EX,3),
                     (pickle.STACK_GLOBAL,2), (pickle.GLOBAL,0)):
