@@ -68,8 +68,9 @@ def _same(o): return o      # a reducer returns a call: for a replaced object th
 # %% ../../nbs/payload/102_pickling.ipynb #bc6c8e70
 class Pickler(cloudpickle.Pickler):
     "Writes the stream: cloudpickle's pickler with the reducers that `reduces` has registered"
-    # Pickle a tensor's GPU as 'cuda:1'. If False, as 'cuda': any GPU of the loading process
-    names_gpus = True
+    # True on a rank that sends a result. Then a tensor's GPU is pickled as 'cuda', and the notebook
+    # loads it on the learner's GPU. False: as 'cuda:1', where the notebook has it
+    to_notebook = False
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -108,7 +109,7 @@ class Pickler(cloudpickle.Pickler):
 
 class RankPickler(Pickler):
     "As `Pickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
-    names_gpus = False
+    to_notebook = True
 
 # %% ../../nbs/payload/102_pickling.ipynb #12c4478b
 def dump(
