@@ -142,12 +142,15 @@ def _reduce_lmdb(env, pickler):
     if not flags['readonly']: raise Refused(env, _NOT_READ_ONLY.format(path))
     return _open_lmdb, (path, flags, env.max_readers(), env.info()['map_size'])
 
+# Named data bases that may be open in an environment, which doesn't say with how many it was opened
+_MAX_DBS = 128
+
 def _open_lmdb(path, flags, max_readers, map_size):
     import lmdb
     env = _environments.get(path)
     try: env.path()
     except Exception:       # it is None, or closed
-        env = lmdb.open(path, max_readers=max_readers, map_size=map_size, **flags)
+        env = lmdb.open(path, max_readers=max_readers, map_size=map_size, max_dbs=_MAX_DBS, **flags)
         _environments[path] = env
     return env
 
