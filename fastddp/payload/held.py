@@ -54,10 +54,8 @@ def items_of(o):
     # by `type(o)`: a `LazyList` only says that it is a list
     return next(([*base.__iter__(o)] for base in _CONTAINERS if issubclass(type(o), base)), None)
 
-# A container with more items isn't searched: it has data, such as a loss of each step, rather than
-# objects that other variables refer to, and each object found costs a comparison at each epoch
-_MAX_ITEMS = 1000
-_MAX_ITEMS_OF_PART = 100        # the same for what a module or a data set holds: mostly items
+# %% ../../nbs/payload/101_held.ipynb #e1d01012
+_MAX_ITEMS = 1000       # of a container that is searched
 
 def parts_of(o,
     most=_MAX_ITEMS # A container with more items isn't searched
@@ -81,7 +79,9 @@ def parts_of(o,
     return [v for *_,v in referents(o)] + [*slots_of(o).values()]
 
 # %% ../../nbs/payload/101_held.ipynb #e1d0100d
-_MAX_HELD = 20_000      # objects
+_MAX_HELD = 20_000          # objects
+# Of a container that a module or a data set holds. Those have many, mostly with items of data
+_MAX_ITEMS_OF_PART = 100
 
 class Root(NamedTuple):
     "A value with which the search begins"
@@ -91,7 +91,7 @@ class Root(NamedTuple):
 class Held(NamedTuple):
     "An object that both sides have"
     object:object
-    may_be_cache:bool   # Found from a `Root` that `is_part`
+    may_be_cache:bool   # Each path to it that was found begins at a `Root` that `is_part`
 
 def held_objects(
     roots,          # A list of `Root`
@@ -103,7 +103,6 @@ def held_objects(
     sent            # The ids of all objects that the snapshot has
 ):
     "Return the list of `Held`, closest to the roots first"
-    res = []
     found = {}      # id -> `Held`, in the order of the list
     # id -> `Root`. It keeps temporary objects alive, and so their ids unique
     seen = {id(o):Root(o) for o in known
