@@ -22,7 +22,7 @@ from .reducers import load_storage
 # other way round. No function here is a collective, and none needs fastai. The sections:
 #
 #     copies                  private_copy, picklable_attrs, deep_copy
-#     the model               model_tensors, model_grads     set_model_state, set_grads
+#     the model               model_state, model_grads       set_model_state, set_grads
 #     the optimizer           opt_state                      set_opt_state
 #     its other attributes    opt_attrs                      the caller: `vars(o).update(attrs)`
 #     hooks                   get_hooks                      set_hooks
@@ -111,10 +111,18 @@ def overwrite_tensor(old, new):
     if old.shape == new.shape: old.data.copy_(new)
     else: old.data = new.data.to(old.device, old.dtype, copy=True)
 
+# %% ../../nbs/payload/106_state.ipynb #5b1f0a33
+def model_state(model,
+    weights=True # False: only what a validation may change, which excludes all tensors
+):
+    "Return the state of a model as a dict, for `set_model_state`"
+    tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
+    return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
+                training=[m.training for m in model.modules()])
+
 def set_model_state(
     model,
-    # 'tensors': `{name: tensor}`; 'requires_grad': a bool per parameter and 'training': a bool per
-    # module, in the model's order
+    # What `model_state` returned: the tensors by name, a bool per parameter and a bool per module
     state
 ):
     "Set tensors, `requires_grad` and `training` of a model in place"
