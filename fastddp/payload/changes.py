@@ -244,7 +244,8 @@ class _Rule(NamedTuple):
 
 _RULES = dict(
     learn=_Rule(by_members=True),       # the learner
-    # its optimizer, and those that it wraps: each step changes these two in those of torch
+    # its optimizer, and those that it wraps: each step changes these two in those of torch. In
+    # fastai 2 they are excluded
     opt=_Rule(always_changed=('state','param_groups')),
     cbs=_Rule(),                        # its callbacks
     metrics=_Rule(),                    # its metrics
@@ -340,6 +341,7 @@ def _changes(self:ChangeTracker, group, now, ended):
     "Yield the changes of a group; `now` has the notes of each of its objects"
     rule = _RULES[group]
     for i,(o,before,after) in enumerate(zip(self.groups[group], self.before[group], now)):
+        # only a model or a data set holds it: activations or images, say (`payload.held`)
         if group == 'held' and self.held[i].may_be_cache and has_arrays(o): continue
         values = {}
         for name,new in after.items():
