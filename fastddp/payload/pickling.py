@@ -21,9 +21,6 @@ from .models import load_script
 from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
-# The sections: the stream, `dump`, long lists, functions and classes of cells, `load`, definitions,
-# what can't be loaded. No function here is a collective: `dump` and `load` are called in the
-# notebook and in workers.
 class Payload(NamedTuple):
     "A pickled object, as `dump` returns it. Its buffers are still the memory of the object itself"
     meta:bytes      # The pickle, without the large buffers
@@ -37,19 +34,6 @@ class Payload(NamedTuple):
         return [*map(bytearray, self.buffers)]
 
 # %% ../../nbs/payload/102_pickling.ipynb #aeeac24e
-# Two pickles with one memo make the stream. Between them, a number stands for each object that is
-# put into the memo without a pickle of its own: a ref, or a long list that has a stand-in (see
-# "Long lists"). Both sides add the same objects in the same order:
-#
-#     in `dump`                 stream               in `_Unpickler.load`        added to the memo
-#     dump([stand-in, ...])     a pickle             the first `load`            all that it holds
-#     remember(0, 1, ...)       a number per ref     persistent_load(0): a ref   the ref
-#     remember(-2, -1)          a number per list    persistent_load(-2): its    the long list; its
-#                                                    stand-in                    stand-in
-#     dump(obj)                 a pickle             the second `load`           all that it holds
-#
-# Numbers of long lists are negative: they count from the end of the list of stand-ins.
-
 # Pickle instructions for one number: push it, replace it by `persistent_load(number)`, store that
 # in the memo at the next place, and remove it from the stack
 _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
@@ -111,41 +95,6 @@ class RankPickler(Pickler):
     "As `Pickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
     to_notebook = True
 
-# %% ../../nbs/payload/102_pickling.ipynb #12c4478b
-def dump(
-    obj,            # The object to pickle
-    refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
-    columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
-    pickler=Pickler # Or a subclass
-):
-    "Return `obj` as a `Payload`"
-    buffers,stream = [],io.BytesIO()
-    p = pickler(stream, lambda b: buffers.append(_memory(b)))
-    with _no_collection():
-        long_lists = long_sequences(obj) if columns else []
-        replaced = columns.stand_ins(long_lists) if long_lists else []
-        # the four parts of the stream, see above
-        p.remember(enumerate(refs))
-        p.dump([stand_in for _,stand_in in replaced])
-        p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
-        p.dump(obj)
-    return Payload(stream.getvalue(), buffers)
-
-@contextmanager
-def _no_collection():
-    "Switch off the garbage collector, which thousands of new objects would start many times"
-    was_on = gc.isenabled()
-    gc.disable()
-    try: yield
-    finally:
-        if was_on: gc.enable()
-
-def _memory(buffer):
-    "Return the bytes of a `PickleBuffer` as a memoryview of one dimension"
-    raw = buffer.raw()
-    # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
-    return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
-
 # %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
 # The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
 # or a tuple that begins with one; anything else
@@ -185,6 +134,41 @@ def _is_searched(o):
     "False for a large container, and for a function or class of a library"
     if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
     return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
+
+# %% ../../nbs/payload/102_pickling.ipynb #12c4478b
+def dump(
+    obj,            # The object to pickle
+    refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
+    columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
+    pickler=Pickler # Or a subclass
+):
+    "Return `obj` as a `Payload`"
+    buffers,stream = [],io.BytesIO()
+    p = pickler(stream, lambda b: buffers.append(_memory(b)))
+    with _no_collection():
+        long_lists = long_sequences(obj) if columns else []
+        replaced = columns.stand_ins(long_lists) if long_lists else []
+        # the four parts of the stream
+        p.remember(enumerate(refs))
+        p.dump([stand_in for _,stand_in in replaced])
+        p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
+        p.dump(obj)
+    return Payload(stream.getvalue(), buffers)
+
+@contextmanager
+def _no_collection():
+    "Switch off the garbage collector, which thousands of new objects would start many times"
+    was_on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was_on: gc.enable()
+
+def _memory(buffer):
+    "Return the bytes of a `PickleBuffer` as a memoryview of one dimension"
+    raw = buffer.raw()
+    # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
+    return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):
@@ -262,6 +246,24 @@ class _CellLoader:
         cloudpickle._class_setstate(cls, state)
         if self.define: _define(self.home, cls)
 
+# %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
+_LEAST_IMPORT = .01     # seconds of processor time
+imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
+
+def _noting_import(module, find):
+    "Return `find()`; add it to `imports` if that imported modules for a while"
+    n_before = len(sys.modules)
+    began = time.process_time()
+    found = find()
+    seconds = time.process_time()-began
+    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
+        imports.append((module, seconds, tuple(new)))
+    return found
+
+def _subimport(module):
+    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
+    return _noting_import(module, lambda: cloudpickle.subimport(module))
+
 # %% ../../nbs/payload/102_pickling.ipynb #057b66da
 class _Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
@@ -296,36 +298,16 @@ def load(
     device=None, # The device of tensors that were on a GPU; None: the CPU
     back=False,  # Tensors that this process has sent from a GPU go to that GPU instead
     refs=(),     # This process's objects for the `refs` of `dump`, in the same order
-    # On a rank: the namespace in which functions of cells look up names that weren't pickled. None:
-    # this is the notebook, and classes that it has sent stay as they are
+    # The namespace in which functions of cells look up names that weren't pickled. None: this is
+    # the notebook, and classes that it has sent stay as they are
     home=None,
-    # If True, define classes and functions of cells in `home`, where a name is free: plain pickle,
-    # such as that of a `DataLoader` with processes, looks for them in `__main__`
-    define=False,
+    define=False, # If True, define classes and functions of cells in `home`, where a name is free
     keep_classes=False # If True, all classes that `__main__` has stay as they are
 ):
     "Return the object of a `Payload`"
     with _no_collection():
         cells = _CellLoader(home, define, keep_classes)
         return _Unpickler(meta, buffers, device, back, refs, cells).load()
-
-# %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
-_LEAST_IMPORT = .01     # seconds of processor time
-imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
-
-def _noting_import(module, find):
-    "Return `find()`; add it to `imports` if that imported modules for a while"
-    n_before = len(sys.modules)
-    began = time.process_time()
-    found = find()
-    seconds = time.process_time()-began
-    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
-        imports.append((module, seconds, tuple(new)))
-    return found
-
-def _subimport(module):
-    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
-    return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
 class Definitions(list):
