@@ -44,6 +44,7 @@ from ..base.device import OutOfMemory
 #   canonical(storage)  the first storage object that was met at that memory
 #   definitions         a list of the functions and classes that were pickled by value
 #   named               a list of those and of modules that were pickled by name
+#   to_notebook         True on a rank that pickles a result, False in the notebook
 @singledispatch
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
