@@ -238,6 +238,42 @@ def test_what_hangs_deep_in_a_callback(two):
     assert learn.reports.tensors['a'][0] is tensor and tensor.tolist() == [4, 4]
 
 
+def test_a_result_that_a_layer_holds_too(two):
+    "What a layer alone holds may be a cache and stays; here the learner holds it as well, deeper"
+    class Keeps(Callback):
+        def after_epoch(self): self.learn.notes['epochs'][0].append(torch.ones(2)*self.epoch)
+    learn = learner(cbs=Keeps())
+    learn.model[0].kept = kept = []
+    learn.notes = dict(epochs=[kept])
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert learn.model[0].kept is kept and learn.notes['epochs'][0] is kept
+    assert [t.tolist() for t in kept] == [[0, 0], [1, 1]]
+
+
+class Items:
+    "A data set whose attributes are in slots"
+    __slots__ = 'pairs', 'level', 'seen'
+    def __init__(self, pairs): self.pairs, self.level, self.seen = pairs, 0, []
+    def __len__(self): return len(self.pairs)
+    def __getitem__(self, i): return self.pairs[i]
+
+
+def test_a_data_set_with_slots(two):
+    class Raises(Callback):
+        def after_epoch(self):
+            ds = self.learn.dls.train_ds
+            ds.level += 1
+            ds.seen.append(self.epoch)
+    ds = []
+    def data(n, s=0):
+        ds.append(Items(items(n, s=s)))
+        return ds[-1]
+    learn = learner(data=data, cbs=Raises())
+    seen = ds[0].seen
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert learn.dls.train_ds is ds[0] and (ds[0].level, ds[0].seen) == (2, [0, 1]) and ds[0].seen is seen
+
+
 def test_what_a_fit_replaces_is_replaced(two):
     "A variable of the notebook keeps the old object, as after a fit in one process"
     class Renews(Callback):
