@@ -16,7 +16,7 @@ from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
 from ..payload.changes import has_arrays
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, move_opt_state, opt_and_wrapped, opt_attrs, opt_state, other_leaves,
-    overwrite_tensor, picklable_attrs, set_opt_state)
+    overwrite_tensor, param_grads, picklable_attrs, set_opt_state, set_param_grads)
 from ..shard.sharded import original
 from ..shard.torch_loader import samplers_of
 
@@ -103,19 +103,24 @@ class Opt(Part):
     name,stays,only_fits_change = 'opt',UNTRACKED_OPT_ATTRS,True
     def objects(self, learn, cbs): return opt_and_wrapped(learn.opt)
     def shared(self, learn, cbs): return [learn.opt]
-    def sent(self, learn): return opt_attrs(learn.opt)
+    def sent(self, learn):
+        return opt_attrs(learn.opt), param_grads(other_leaves(learn.opt, learn.model).items())
     def receive(self, learn, sent, device):
-        for o,attrs in zip(opt_and_wrapped(learn.opt), sent or ()): vars(o).update(attrs)
+        attrs,grads = sent or ((), None)
+        for o,of_class in zip(opt_and_wrapped(learn.opt), attrs): vars(o).update(of_class)
         move_opt_state(learn.opt, device)
+        if grads: set_param_grads(other_leaves(learn.opt, learn.model).items(), grads)
     def state(self, learn, start, weights, grads):
         if not (weights and learn.opt): return
         leaves = other_leaves(learn.opt, learn.model)
-        return opt_state(learn.opt), {i:t.detach() for i,t in leaves.items()}
+        tensors = {i:t.detach() for i,t in leaves.items()}
+        return opt_state(learn.opt), tensors, param_grads(leaves.items(), grads)
     def set(self, learn, state):
         if not (state and learn.opt): return
-        of_params,leaves = state
+        of_params,tensors,grads = state
         own = other_leaves(learn.opt, learn.model)
-        for i,t in leaves.items(): overwrite_tensor(own[i], t)
+        for i,t in tensors.items(): overwrite_tensor(own[i], t)
+        set_param_grads(own.items(), grads)
         set_opt_state(learn.opt, *of_params)
 
 # %% ../../nbs/fastai2/718_parts.ipynb #fc11a9f7
