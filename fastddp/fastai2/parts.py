@@ -29,10 +29,16 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
+# Parts of the learner, to which a callback may refer: they come back as these
+_OTHER_PARTS = 'learn dls model opt cbs _metrics'
+# What shows progress and logs: the notebook has its own
+_SHOWS = 'logger old_logger pbar mbar create_mbar'
+# The last batch: of this rank's shard only, and large
+_LAST_BATCH = 'dl xb yb pred loss loss_grad'
+# For the time of a fit: of mixed precision, of fastcore's `Stateful`, of the learner, of fastddp
+_OF_FIT = 'scaler autocast _state lock distrib_session'
 # Names of attributes of callbacks whose values on the rank are not sent back
-CALLBACK_STAYS = set('''
-    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
-    _state old_logger scaler autocast _metrics create_mbar'''.split())
+CALLBACK_STAYS = {*f'{_OTHER_PARTS} {_SHOWS} {_LAST_BATCH} {_OF_FIT}'.split()}
 
 class Callbacks(Part):
     name,stays = 'cbs',CALLBACK_STAYS
@@ -81,10 +87,14 @@ def place_dl(dl, device):
     "Have a fastai loader put its batches on `device`; torch's loaders leave that to others."
     if isinstance(dl, DataLoader): dl.to(device)
 
+# Of the rank: its sharded loaders, and its device
+_OF_RANK = 'loaders _device device _shard'
+# Of an iteration over a fastai loader. The next epoch draws anew, from what `rest` returns
+_OF_ITERATION = 'it rng fake_l _DataLoader__idxs'
+
 class Data(Part):
-    name,only_fits_change = 'data',True
-    stays = MODULES_STAY | set(
-        'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
+    name,only_fits_change = 'data',True     # a validation leaves it as it is
+    stays = MODULES_STAY | {*f'{_OF_RANK} {_OF_ITERATION}'.split()}     # a transform may be a module
     # the loaders come first: `set_rest` counts on it
     def objects(self, learn, cbs):
         return [*map(original, learn.dls.loaders), learn.dls, *parts_of_data(learn.dls)]
