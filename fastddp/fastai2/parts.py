@@ -94,7 +94,8 @@ _OF_ITERATION = 'it rng fake_l _DataLoader__idxs'
 
 class Data(Part):
     name,only_fits_change = 'data',True     # a validation leaves it as it is
-    stays = MODULES_STAY | {*f'{_OF_RANK} {_OF_ITERATION}'.split()}     # a transform may be a module
+    # a transform may be a module
+    stays = MODULES_STAY | {*f'{_OF_RANK} {_OF_ITERATION}'.split()}
     # the loaders come first: `set_rest` counts on it
     def objects(self, learn, cbs):
         return [*map(original, learn.dls.loaders), learn.dls, *parts_of_data(learn.dls)]
