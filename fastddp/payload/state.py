@@ -22,6 +22,7 @@ from .reducers import load_storage
 #
 #     copies                  private_copy, picklable_attrs, deep_copy
 #     the model               model_state, model_grads       set_model_state, set_grads
+#     any parameters          param_grads                    set_param_grads
 #     the optimizer           opt_state                      set_opt_state
 #     its other attributes    opt_attrs                      the caller: `vars(o).update(attrs)`
 #     hooks                   get_hooks                      set_hooks
@@ -72,7 +73,8 @@ def model_tensors(model):
     "Return `{name: tensor}` of all parameters and buffers"
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
-def model_grads(model,
+def param_grads(
+    named, # `(name, parameter)` pairs
     # If False, return no gradients, only zeros: the gradients belong to a step that is done or was
     # interrupted
     accumulated=True
@@ -80,16 +82,20 @@ def model_grads(model,
     """Return `{name: gradient}` of the parameters that have one; None stands for zeros. Those are
     not the same as no gradient: fastai goes on decaying such a parameter when it is frozen"""
     return {k:p.grad if accumulated and p.grad.any() else None
-            for k,p in model.named_parameters() if p.grad is not None}
+            for k,p in named if p.grad is not None}
 
-def set_grads(model,
-    grads # What `model_grads` returned
+def set_param_grads(
+    named, # `(name, parameter)` pairs
+    grads  # What `param_grads` returned
 ):
     "Set the gradient of each parameter, to None if `grads` doesn't have the parameter"
-    for k,p in model.named_parameters():
+    for k,p in named:
         g = grads.get(k)
         if g is not None: p.grad = g.clone().to(p.device)
         else: p.grad = torch.zeros_like(p) if k in grads else None
+
+def model_grads(model, accumulated=True): return param_grads(model.named_parameters(), accumulated)
+def set_grads(model, grads): set_param_grads(model.named_parameters(), grads)
 
 def overwrite_tensor(old, new):
     """Copy the values of `new` into `old`, which keeps its device and type, and gets new memory if
