@@ -181,7 +181,7 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     refs = persistent_refs(learn, cbs)
     sent_cbs = all_cbs(learn, cbs)
-    changes = Changes(ctx, learn, cbs, refs, made=any(obj['factories']),
+    changes = Changes(ctx, learn, cbs, refs, made=obj['made'],
                       definitions=obj['definitions'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
