@@ -1,5 +1,6 @@
 "Models and data that are made in the workers, and what happens when they are made wrong."
 import pytest, torch
+from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.optimizer import Adam
 from torch import nn
@@ -83,3 +84,32 @@ def test_inference_leaves_the_momenta_at_home(monkeypatch):
     weights = 4*sum(p.numel() for p in learn.model.parameters())
     assert sizes[1] < weights*1.2 and sizes[2] > weights*2.9
     assert all('sqr_avg' in o for o in before[1]['state']) and not bits(before, frozen(learn))
+
+
+class Keeps(Callback):
+    "Changes a learner's parts, and keeps one of them"
+    def after_fit(self):
+        self.kept = self.learn.model[0]
+        self.learn.model.note = self.learn.loss_func.note = 'of the fit'
+        self.learn.dls.train.note = 'of the loader'
+
+
+class Loss(nn.CrossEntropyLoss): pass
+
+
+def small_loaders(): return DataLoaders.from_dsets(points(64), bs=8, device='cpu')
+
+
+def test_what_a_factory_does_not_make_is_the_notebooks():
+    "Its attributes come back, also where the notebook's loaders are other ones than those of the factory"
+    learn = make_learner(bs=8, model=mlp, loss_func=Loss(), cbs=Keeps())
+    learn.dls = small_loaders()
+    learn.distrib_fit(1, nprocs=2, dls_factory=loaders)
+    assert (learn.model.note, learn.loss_func.note) == ('of the fit', 'of the fit')
+    assert learn.keeps.kept is learn.model[0]
+    assert not hasattr(learn.dls.train, 'note')
+
+    learn = make_learner(bs=8, model=mlp, loss_func=Loss(), cbs=Keeps())
+    learn.distrib_fit(1, nprocs=2, model_factory=mlp)
+    assert (learn.dls.train.note, learn.loss_func.note) == ('of the loader', 'of the fit')
+    assert learn.keeps.kept is learn.model[0] and not hasattr(learn.model, 'note')

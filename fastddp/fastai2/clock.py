@@ -117,8 +117,10 @@ class BatchWaits:
             self.n_phases += 1
             return
         if wait.secs < _LEAST_WAIT: return
-        # compared with the mean of the waits that weren't slow, nearly all of `n_batches`
-        of_others = self.secs-self.slow_secs-wait.secs
+        # Compared with the mean of the other waits, without the slow ones; they are few, so
+        # `n_batches` has them. First waits have another cause, and count as at most this one each
+        of_firsts = min(self.first_secs, self.n_phases*wait.secs)
+        of_others = self.secs-self.first_secs-self.slow_secs-wait.secs + of_firsts
         if wait.secs*self.n_batches > _SLOW_FACTOR*of_others: self.slow_secs += wait.secs
         self.slowest = max(self.slowest, wait)
     def startup_secs(self):
@@ -184,7 +186,7 @@ class Clock:
     ):
         self.board = board
         self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
-        # seconds of backward passes in which gradients are exchanged; `distributed` sets it
+        # seconds of exchanging gradients in backward passes; `distributed` sets it at the end
         self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
@@ -242,7 +244,7 @@ def leave(self:Clock, event_name):
 @patch
 def begin_meeting(self:Clock):
     "Return the `Spent` since the last meeting, to send to the others"
-    # a callback, the Recorder, computes metrics
+    # kinds that aren't phases are callbacks; metrics are computed by one, the Recorder
     callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
     return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
 

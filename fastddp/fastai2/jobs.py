@@ -32,6 +32,18 @@ from ..output.replay import suppress_lines
 from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
+# Used here, of `launch.training`:
+#   Progress            counts and times batches; `result` returns the numbers as a dict
+#   whereabouts(epoch, batch, in_training)   -> a place in words, as in the example below
+#   cbs_of_rank(cbs)    -> those that act on this rank
+#   until_interrupted(ctx, fit, leave)   calls `fit()`. After a KeyboardInterrupt calls `leave()`,
+#                       and returns True
+#   open_run(run_id)    -> context manager in which rank 0 logs to the notebook's W&B run
+# of `snapshot`:
+#   snapshot, unpack    a learner to a `Payload` in the notebook, and back on a rank
+#   baseline, capture   note what a learner holds, and return what has changed since
+#   apply               puts that into the notebook's learner
+
 class NoteProgress(OurCallback):
     """Notes where this rank is, tells the notebook before each batch, and counts and times the
     batches and items of the fit. Each rank has its own; nothing here is a collective. In an epoch
@@ -43,7 +55,7 @@ class NoteProgress(OurCallback):
     phase = None            # 'epoch', 'train' or 'validate'; None before the first epoch
     n_begun = 0             # batches of the phase that have begun
     in_batch = False        # True from the beginning of a batch to its end
-    has_stepped = False     # True once the first batch has ended
+    has_stepped = False     # True once the first batch has ended, in a fit the first of training
     # Fits that are running: fastai's `learn.validate`, in a callback, is one inside the fit
     fit_depth = 0
     def __init__(self, ctx,
@@ -108,7 +120,9 @@ def before_batch(self:NoteProgress):
 @patch
 def after_batch(self:NoteProgress):
     if not self.training: self.in_batch = False     # in training `EndOfAll` does this
-    if self.has_stepped: return
+    # in a job that only validates, `fit_depth` is 0
+    is_first = not self.has_stepped and (self.training or not self.fit_depth)
+    if not is_first: return
     self.has_stepped = True
     self.ctx.end_phase('first step')
 
@@ -181,7 +195,7 @@ def fit_job(ctx, obj):
     learn,cbs,call = unpack(obj, ctx.device)
     refs = persistent_refs(learn, cbs)
     sent_cbs = all_cbs(learn, cbs)
-    changes = Changes(ctx, learn, cbs, refs, made=any(obj['factories']),
+    changes = Changes(ctx, learn, cbs, refs, made=obj['made'],
                       definitions=obj['definitions'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
@@ -194,7 +208,8 @@ def fit_job(ctx, obj):
         if call['resumed']:
             resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
             ours.append(resume)
-            # rank 0 removes these while it predicts alone; `noted` and `EndOfAll` stay
+            # these are removed while a callback of rank 0 predicts alone: `before_fit` of `resume`
+            # must not be called by that. `noted` and `EndOfAll` stay, and count it as an inner fit
             fit.callbacks.append(resume)
         train = partial(_train, ctx, noted, learn,
                         partial(call_fit, learn, cbs, call['fit_args'], ours))

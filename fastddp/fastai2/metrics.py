@@ -101,9 +101,10 @@ class NotedInput(tuple):
 
 def reads_input(m, learn):
     "Return True if `m.accumulate` reads the inputs of a batch, or if that can't be seen"
-    if type(m).accumulate.__module__.startswith('fastai.'): return False
+    if type(m).accumulate.__module__.startswith('fastai.'): return False    # none of fastai's does
     xb = NotedInput(learn.xb)
     try:
+        # a deep copy, but for the `accumulate` of a `Phase`, below, which holds the learner
         copied = copy.copy(m)
         attrs = {k:v for k,v in vars(m).items() if k != 'accumulate'}
         vars(copied).clear()
@@ -142,6 +143,7 @@ class Phase:
         self.batches = []       # in training: the batch of all ranks, or its parts
         self.kept = []          # in a validation: the `KeptBatch`es of this rank
         self.last_kept = None   # predictions of the batch that was kept last
+        self.have_last = set()  # indices of the metrics that were given that batch
         self._start()
 
     def _start(self):
@@ -160,7 +162,7 @@ def accumulate(self:Phase, m, i, learn):
     if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
     elif self.is_training:
         for batch in self.batches: run_metric(m, learn, batch)
-    else: self._keep(m, learn)
+    else: self._keep(m, i, learn)
 
 @patch
 def _accumulate_own(self:Phase, m, learn):
@@ -180,12 +182,15 @@ def _counted_rows(self:Phase, tree):
     return map_tensors(cut, tree)
 
 @patch
-def _keep(self:Phase, m, learn):
+def _keep(self:Phase, m, i, learn):
     "Keep the current batch of a validation, once for all replayed metrics"
     if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
-    if self.last_kept is not learn.pred:
+    # predictions may be the same object in two batches; then a metric comes for the second time
+    if self.last_kept is not learn.pred or i in self.have_last:
         self.last_kept = learn.pred
+        self.have_last = set()
         self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
+    self.have_last.add(i)
     if self.reads[id(m)] and self.kept[-1].xb is None:
         self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
 
@@ -224,6 +229,7 @@ def reduce(self:Phase): # True if the phase had metrics
 def _replay(self:Phase, metrics):
     "Have the metrics accumulate the batches of all ranks in their order"
     if not metrics: return
+    # rank `r` of `n` has the batches `r`, `r+n`, ...: `turns_of_ranks` takes one of each in turn
     for batch in turns_of_ranks([tuple(o) for o in self.kept]):
         for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
 

@@ -288,12 +288,16 @@ def write_checkpoint(path,
     os.replace(tmp, path)
 
 def read_checkpoint(path, learn):
-    """Return the payloads of a checkpoint, or of the previous one if this file is damaged. Raise
-    `CantDistribute` if there is neither, or if it is of another learner than `learn`."""
-    for p in (path, _previous(path)):
-        payloads = _read_file(p, learn) if p.exists() else None
+    """Return the payloads of a checkpoint, or of the previous one if this file is damaged or
+    missing. Raise `CantDistribute` if there is none, or if it is of another learner than `learn`.
+    """
+    found = [p for p in (path, _previous(path)) if p.exists()]
+    for p in found:
+        payloads = _read_file(p, learn)
         if payloads is not None: return payloads
-    raise CantDistribute(f"No checkpoint in {path}.")
+    if not found: raise CantDistribute(f"No checkpoint in {path}.")
+    raise CantDistribute(f"The checkpoint {' and the one before it, '.join(map(str, found))} "
+                         "can't be read: it is damaged, or no checkpoint of fastddp.")
 
 def _read_file(path, learn):
     "Return the payloads of one file; None if it is damaged."

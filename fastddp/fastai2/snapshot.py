@@ -37,12 +37,24 @@ from ..shard.sharded import is_sharded, write_back
 #   .sent, .receive           what the pickle of a learner lacks, and how a rank completes it
 #   .state, .set              weights and optimizer, which are copied in place
 #   .changes, .rest, .set_rest    everything else that has changed
+#
+#   dump_snapshot(obj, named) pickles a dict. If that fails, it looks in `named`, `{path: object}`,
+#                             and raises `NotPicklable` with the path
+#   Definitions               gets the functions and classes of cells that are pickled with it, and
+#                             in `held` the objects that callbacks, variables and so on hold, at any
+#                             depth: both sides have them, too. `look_for_held` says where to look
+#   ChangeTracker(groups)     notes what objects hold; `PARTS.changes` asks it what has changed, and
+#                             `apply_changes` makes these changes in the objects of the notebook
+#   dump_state, load_state    the captured state, in two pickles
 
 def persistent_refs(learn,
     cbs=() # Callbacks that a fit was given
 ):
-    "Return the objects that notebook and workers both have, as a list in the same order."
-    return PARTS.refs(learn, cbs)
+    """Return the objects that notebook and workers both have, as a list in the same order. Those of
+    the data come last: a `dls_factory` may make more or fewer of them than the notebook has."""
+    of_data = {id(o):o for o in PARTS.parts['data'].shared(learn, cbs) if o is not None}
+    others = [o for o in PARTS.refs(learn, cbs) if id(o) not in of_data]
+    return others + [*of_data.values()]
 
 def loader_refs(learn,
     dl # The loader of a validation, which may be none of the learner's
@@ -55,6 +67,7 @@ def loader_refs(learn,
 #
 #     learn, cbs, call            the arguments of `snapshot`
 #     factories, state            what makes model and loaders there, and the weights for the model
+#     made                        names of the parts that factories make there
 #     parts                       what the pickle of the learner lacks, by part; {} for a validation
 #     rng, patches, definitions   random streams and what cells define; `dump_snapshot` adds them
 def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
@@ -66,9 +79,16 @@ def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=T
         state = PARTS.state(learn, PARTS.groups(learn, cbs))
         if not training: del state['opt']
     return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-                parts=parts, state=state)
+                made=_made_parts(learn, model_factory, dls_factory), parts=parts, state=state)
 
-def _hooks_in(obj): return obj['parts']['hooks'][1] if 'hooks' in obj['parts'] else {}
+def _made_parts(learn, model_factory, dls_factory):
+    "Return the names of the parts of which workers have other objects than the notebook sends."
+    made = ['data'] if dls_factory else []
+    if not model_factory: return made
+    of_model = {*map(id, learn.model.modules())}
+    # a loss that refers to the model is sent with a copy of it, which isn't trained there
+    has_model = any(id(o) in of_model for o in PARTS.parts['loss'].objects(learn, ()))
+    return [*made, 'model', *(['loss'] if has_model else [])]
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #793342df
 @contextmanager
@@ -93,6 +113,13 @@ def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
 
+def _named_cbs(learn, cbs):
+    "Return `(path, callback)` pairs. Of callbacks with the same name, `learn.name` is the last one"
+    by_name = {cb.name:cb for cb in all_cbs(learn, cbs)}
+    places = [(f"learn.cbs[{i}]", cb) for i,cb in enumerate(learn.cbs)]
+    places += [(f"cbs[{i}]", cb) for i,cb in enumerate(cbs)]
+    return [(f"learn.{cb.name}" if by_name[cb.name] is cb else path, cb) for path,cb in places]
+
 def _named_parts(learn, cbs,
     hooks # As of `get_hooks`
 ):
@@ -104,9 +131,10 @@ def _named_parts(learn, cbs,
         parts |= {f"{name}.dataset": getattr(dl,'dataset',None), name: dl}
     parts |= {'learn.model': learn.model, 'learn.loss_func': learn.loss_func,
               'learn.opt': learn.opt}
-    cbs = all_cbs(learn, cbs)
-    for cb in cbs: parts |= {f"learn.{cb.name}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
-    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *cbs)}
+    for path,cb in _named_cbs(learn, cbs):
+        parts |= {f"{path}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
+    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func,
+                                                      *all_cbs(learn, cbs))}
     return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #12a941a3
@@ -123,7 +151,8 @@ def snapshot(
     "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
     obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
     definitions = Definitions() if definitions is None else definitions
-    hooks = _hooks_in(obj)
+    # without the number that torch gives to the next one
+    _,hooks = obj['parts'].get('hooks', (0,{}))
     look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
                   PARTS.refs(learn, cbs), hooks)
     # with a factory, the paths would lead to objects that aren't sent
@@ -176,6 +205,7 @@ def unpack(
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['state'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
+    # tensors and arrays that code may let grow, which shared memory can't
     own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
     PARTS.receive(learn, obj['parts'], device)
     return learn, obj['cbs'], obj['call']
@@ -213,13 +243,12 @@ def copy_of(learn):
 # %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
 def baseline(learn, cbs,
              refs=None,  # `persistent_refs`: `capture` sends what changed. None: it sends all
-             made=False, # True if a factory has made model or loaders in this worker
+             made=(), # Names of the parts that a factory has made in this worker
              definitions=() # As of `Parts.groups`
 ):
     "Return a `ChangeTracker` that has noted all that a job may change, before it does."
     groups = PARTS.groups(learn, cbs, definitions)
-    # the notebook has other modules and loaders
-    if made: groups |= dict(data=[], model=[], loss=[])
+    groups |= {name:[] for name in made}        # the notebook has other objects
     both = None if refs is None else [*refs, *definitions]
     return ChangeTracker(groups, PARTS.stays_on_rank, both)
 
@@ -235,8 +264,7 @@ def capture(
     # sent even if they are as at the start
     ended=False
 ):
-    """Return all that the job has changed, as a `Payload` for `apply`. `state` is copied into the
-    notebook's tensors; `rest` is pickled apart, since loading it may fail"""
+    "Return all that the job has changed, as a `Payload` for `apply`."
     # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
     for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
     groups = base.groups

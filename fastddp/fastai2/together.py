@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelStepException, CancelTrainException, CancelValidException, event)
-from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
-from fastai.callback.tracker import EarlyStoppingCallback, TerminateOnNaNCallback
+from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastcore.basics import patch, store_attr
 
@@ -104,13 +104,13 @@ class Votes(list):
                         "fastai's that one rank raised outside of a callback, may be why.")
 
 # %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
-# Callbacks of fastai's that raise one of `LEAVING`
+# Callbacks of fastai's that raise one of `LEAVING` at a batch event
 _FASTAI_LEAVES = (
-    LRFinder, ShortEpochCallback, GradientAccumulation, MixedPrecision, TerminateOnNaNCallback,
-    EarlyStoppingCallback)
+    LRFinder, ShortEpochCallback, GradientAccumulation, MixedPrecision, NonNativeMixedPrecision,
+    TerminateOnNaNCallback)
 
 def may_leave(cb, event_name):
-    "Return True if the callback `cb` may raise one of `LEAVING` at an event"
+    "Return True if the callback `cb` may raise one of `LEAVING` at a batch event"
     if isinstance(cb, _FASTAI_LEAVES): return handles(cb, event_name)
     return runs_user_code(cb, event_name)
 
@@ -158,10 +158,15 @@ def before_batch(self:Together):
     # several ranks stop at the next vote; one rank has none, and validation batches neither
     if (self.board.n == 1 or self.in_validation) and self.stop_requested(): raise KeyboardInterrupt
 @patch
-def after_train(self:Together):
+def _end_training(self:Together):
     if self.fit_depth == 1: self.in_training = False
 @patch
-def after_cancel_epoch(self:Together): self.in_training = False
+def after_train(self:Together): self._end_training()
+# an epoch or a fit that is left in training has no `after_train`
+@patch
+def after_cancel_epoch(self:Together): self._end_training()
+@patch
+def after_cancel_fit(self:Together): self._end_training()
 @patch
 def after_fit(self:Together): self.fit_depth -= 1
 

@@ -236,7 +236,7 @@ class Twice(Callback):
 def test_a_batch_of_a_validation_that_runs_again(ranks):
     "It counts twice, though the loader yielded it once"
     n, launcher = ranks
-    learn = learner(valid=21, metrics=[accuracy, Perplexity(), Spread()])
+    learn = learner(valid=21, metrics=[accuracy, Perplexity(), Spread(), ReadsInput()])
     learn, one = fit_both(learn, n, launcher, 1, cbs=[Twice()])
     close(values(learn), values(one), 1e-5)
 

@@ -20,6 +20,7 @@ from fastddp.launch.local import Local
 from fastddp.launch.options import engine_for
 from fastddp.launch.rank import notebook_settings, take_settings
 from fastddp.payload.pickling import dump
+from faults import OneFault
 from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
 
 
@@ -402,6 +403,34 @@ def test_loaders_that_are_not_fastais(two):
     assert [*learn.distrib_validate(nprocs=2, launcher=two)] == pytest.approx([*learn.validate()])
     assert learn.distrib_check(2, nprocs=2, launcher=two).same and learn.dls is dls
     assert learn.distrib_bench(nprocs=2, steps=1)[0].rate > 0 and learn.dls is dls
+
+
+def torch_loaders(train, valid):
+    return DataLoaders(TorchLoader(train.dataset, batch_size=4, shuffle=True),
+                       TorchLoader(valid.dataset, batch_size=4), device='cpu')
+
+
+@pytest.mark.parametrize('kind', [OwnLoaders, torch_loaders])
+@pytest.mark.parametrize('file', [None, 'distrib'])
+def test_a_fit_with_loaders_of_another_kind_continues(kind, file, two, tmp_path):
+    def make(epoch):
+        fault = OneFault('interrupt', 'before_batch/train', 0, epoch, 1, marker=str(tmp_path/'fired'))
+        res = learner(path=tmp_path, cbs=fault)
+        res.dls = kind(*res.dls.loaders)
+        return res
+    options = dict(nprocs=2, launcher=two, checkpoint='epoch')
+    whole, learn = make(9), make(1)
+    seed(1)
+    whole.distrib_fit(3, **options)
+    seed(1)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, **options)
+    if file:    # in another kernel
+        seed(99)
+        learn = make(1)
+    dls = learn.dls
+    learn.distrib_resume(file)
+    assert_same(learn, whole)
+    assert learn.dls is dls and len(learn.recorder.values) == 3
 
 
 def test_no_loaders_are_refused(two):
