@@ -13,7 +13,9 @@ import torch
 
 from .loaders import dl_state, set_dl_state
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
+from ..launch.training import warn_of_unset
 from ..payload.changes import has_arrays
+from ..payload.pickling import Unloaded
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, move_opt_state, opt_and_wrapped, opt_attrs, opt_state, other_leaves,
     overwrite_tensor, param_grads, picklable_attrs, set_opt_state, set_param_grads)
@@ -55,7 +57,9 @@ class Callbacks(Part):
         removed,added = rest
         removed = [start[i] for i in removed]
         learn.remove_cbs([cb for cb in learn.cbs if holds(removed, cb)])
-        learn.add_cbs(added)
+        learn.add_cbs([cb for cb in added if not isinstance(cb, Unloaded)])
+        warn_of_unset([('learn', learn, 'cbs', cb.error) for cb in added
+                       if isinstance(cb, Unloaded)])
 
 # %% ../../nbs/fastai2/718_parts.ipynb #2fedb10c
 class TheLearner(Part):

@@ -57,7 +57,8 @@ class Part:
     ):
         "Return what is pickled with the changed attributes; `refs` are those of `Parts`"
     def set_rest(self, learn, start, rest):
-        "Put what `rest` returned into this part of the notebook's learner"
+        """Put what `rest` returned into this part of the notebook's learner. Objects of it, also in
+        lists and tuples, that can't be loaded here are each an `Unloaded`"""
 
 # %% ../../nbs/launch/512_parts.ipynb #d8f39ce7
 class Parts:

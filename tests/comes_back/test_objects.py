@@ -398,6 +398,43 @@ def test_what_cannot_be_loaded_is_named_and_the_rest_is_there(two):
     assert len(learn.recorder.values) == 2 and (learn.tight.n, learn.tight.rows, learn.tight.o.n) == (2, [1, 2], 2)
 
 
+class AddsMade(Callback):
+    "Adds a callback that can't be loaded in the notebook, and one that can"
+    def after_fit(self): self.learn.add_cbs([HoldsMade(), Tight()])
+
+
+class HoldsMade(Callback):
+    def __init__(self): self.o = OnlyThere()
+
+
+def test_an_added_callback_that_cannot_be_loaded_costs_nothing_else(two):
+    learn = learner(cbs=AddsMade())
+    with pytest.warns(UserWarning, match="learn.cbs .OSError: made in another process. can't be loaded here"):
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert hasattr(learn, 'tight') and not hasattr(learn, 'holds_made')
+    assert len(learn.recorder.values) == 1 and all(isinstance(o, Callback) for o in learn.cbs)
+
+
+class GrowsOnlyThere(Callback):
+    "Gives the model a layer that can't be loaded in the notebook"
+    run_valid = False
+    def after_fit(self):
+        layer = nn.Linear(1, 1)
+        layer.o = OnlyThere()
+        self.learn.model.append(layer)
+
+
+def test_layers_that_cannot_be_loaded_leave_the_learner_as_it_was(two):
+    learn = learner(cbs=GrowsOnlyThere())
+    model, n, before = learn.model, len(learn.model), [p.detach().clone() for p in learn.model.parameters()]
+    with pytest.warns(UserWarning, match='the model got .*can.t be loaded here; the learner is as before the fit'):
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.model is model and len(model) == n
+    for a, b in zip(before, model.parameters(), strict=True): assert torch.equal(a, b)
+    learn.remove_cbs(learn.grows_only_there)
+    learn.fit(1)
+
+
 class Stubborn(Callback):
     "Its own state can't be set as a whole"
     def __init__(self): self.n, self.rows, self.pid = 0, [], os.getpid()
