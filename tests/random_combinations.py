@@ -128,6 +128,7 @@ OPTS = dict(sgd=SGD, momentum=functools.partial(SGD, mom=.9), adam=functools.par
             adamw=functools.partial(OptimWrapper, opt=functools.partial(torch.optim.AdamW, eps=1e-3)),
             nesterov=functools.partial(OptimWrapper, opt=functools.partial(torch.optim.SGD, momentum=.9,
                                                                            nesterov=True)))
+PLAIN = 'sgd','momentum','nesterov'
 LOSSES = dict(flat=CrossEntropyLossFlat, smooth=LabelSmoothingCrossEntropyFlat, focal=FocalLossFlat,
               weighted=lambda: CrossEntropyLossFlat(weight=torch.tensor([1., 3., .5])),
               summed=lambda: functools.partial(nn.functional.cross_entropy, reduction='sum'))
@@ -144,6 +145,9 @@ def draw(rng):
     if 'detection' in c['written'] or c['written'] == 'annealed_by_itself': left_out.add('acc')
     if 'sparse' in c['written']: c['wd'] = 0.       # torch's optimizers refuse to decay weights by sparse gradients
     c.update(loaders=None, loss=None, cbs=[o for o in c['cbs'] if o not in left_out])
+    # These don't change when a bias adds the same to all outputs: its gradient is rounding, of which an optimizer that
+    # divides by the gradient's size makes whole steps (fastai's RMSProp ignores its `eps`)
+    if c['written'] in ('barlow_twins', 'correlation', 'survival') and c['opt'] not in PLAIN: c['opt'] = 'sgd'
     if c['written'] == 'barlow_twins':      # the deviation of one item is none
         c['train'], c['valid'] = (-(-c[k]//size)*size for k, size in (('train', 5*3*4*2), ('valid', 5*3*4*2)))
     return c
