@@ -272,9 +272,10 @@ def load(learn, fit,
     # also if it failed, perhaps after some of the weights: the user's callback may go on
     model_from_rank0(learn)
     opt_from_rank0(learn)
-    name,text = group.from_rank0((type(failure).__name__, str(failure)))
+    # of rank 0, whose exception is perhaps of a class that others can't load
+    failed = group.from_rank0(failure and (type(failure).__name__, str(failure)))
     if failure: raise failure
-    if name != 'NoneType': raise _like(name, text)
+    if failed: raise _like(*failed)
     return learn
 
 def _like(name, text):
