@@ -19,6 +19,7 @@ def copy_conftest(folder):
     (folder/'traces.py').write_text(traces.replace('GRACE = 15.', 'GRACE = 1.'), encoding='utf-8')
 
 
+@pytest.mark.full
 def test_leaks_are_noticed(tmp_path):
     copy_conftest(tmp_path)
     tests = [f'def test_{i}():\n    {leak}\n\ndef test_after_{i}(): pass\n' for i, leak in enumerate(LEAKS.values())]

@@ -19,6 +19,7 @@ def test_the_stub_for_editors_is_rendered():
     assert (root/'fastddp'/'all.pyi').read_text(encoding='utf-8') == said.stdout[:-1], 'run `make stubs`'
 
 
+@pytest.mark.full
 def test_a_kernel_completes_them():
     "As Jupyter, VS Code's notebooks and IPython ask: with the objects that are there"
     here = jedi.Interpreter('learn.distrib', [dict(learn=make_learner())])

@@ -15,6 +15,7 @@ from fastai.basic_data import DeviceDataLoader
 
 from ..base import group
 from ..output.replay import print_line
+from ..payload.reducers import reduces
 from ..shard.read_whole import ReadWhole
 from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole_torch
@@ -35,7 +36,7 @@ from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole
 # Where these functions are called, in the order of a fit. None of them is a collective operation:
 #
 #     in the notebook    check_v1, step_sizes       before anything is sent
-#                        picklable_preloaders       while the learner is pickled
+#                        pickle_preloaders          before the learner is pickled
 #     on each rank       old_numpy                  when the learner arrives
 #                        global_batches, shard      when the fit begins: N times the batch, and this
 #                                                   rank's items of it. In validations `shard`
@@ -83,7 +84,7 @@ def old_numpy():
 #
 # What is special about a `LanguageModelPreLoader`, and what cares for it:
 #
-#     it can't be unpickled as it is                        picklable_preloaders
+#     it can't be unpickled as it is                        pickle_preloaders
 #     its `bs` rows are streams of text; `bs` must be       global_batches, mend_streams
 #     the batch size of the torch loader
 #     `idx.idx`, the order of texts, goes from epoch to     text_order, set_text_order
@@ -112,17 +113,14 @@ def _streams_of(dl):
 # %% ../../nbs/fastai1/800_loaders.ipynb #a3cd0a2b
 def _set_state(o, state): vars(o).update(state)
 
-# A `__reduce__` that sets all attributes at once: v1's own way looks for some that aren't set yet
-def _reduce(o): return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
+# sets all attributes at once: v1's own way looks for some that aren't set yet
+def _reduce(o, pickler):
+    return copyreg.__newobj__, (type(o),), vars(o), None, None, _set_state
 
-@contextmanager
-def picklable_preloaders():
-    "Make each `LanguageModelPreLoader` picklable inside, in this process"
+def pickle_preloaders():
+    "Have `dump` pickle each `LanguageModelPreLoader` of this process; harmless when repeated"
     cls = _preloader_class()
-    if cls: cls.__reduce__ = _reduce
-    try: yield
-    finally:
-        if cls: del cls.__reduce__
+    if cls: reduces(cls)(_reduce)
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #96f904b9
 def _lay_out(pre):

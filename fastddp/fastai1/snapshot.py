@@ -10,7 +10,7 @@ from fastai.callback import Callback
 
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loaders import old_numpy, picklable_preloaders, set_text_order, text_order, torch_dl
+from .loaders import old_numpy, pickle_preloaders, set_text_order, text_order, torch_dl
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
 from ..payload.sending import dump_snapshot
 from ..launch.training import dump_state, load_state, warn_of_unset
@@ -120,7 +120,8 @@ def snapshot(learn,
     # `definitions.held`: objects that callbacks and others hold, at any depth. Both sides have them
     look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
                   PARTS.refs(learn, cbs), hooks)
-    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks), picklable_preloaders(),
+    pickle_preloaders()
+    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks),
                          without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
                          definitions=definitions)
 

@@ -18,6 +18,7 @@ from .loaders import (
 from .step import trained_beside
 from ..payload.state import move_opt_state
 from ..shard.gradients import average_grads, has_values
+from ..shard.loss import loss_module
 from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, original, write_back
 
@@ -132,16 +133,27 @@ def before_epoch(self:ShardData):
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110001
 # The same model on all ranks
 
+def named_params(learn):
+    """Return the parameters of the model, and those that are trained beside it, as `(name,
+    parameter)` pairs: of the loss, or of a callback that has put them into the optimizer"""
+    module = loss_module(learn.loss_func)
+    names = {id(p):f'loss_func.{k}' for k,p in module.named_parameters()} if module else {}
+    beside = [(names.get(id(p), f'opt.{i}'), p) for i,p in enumerate(trained_beside(learn))]
+    return [*learn.model.named_parameters(), *beside]
+
 def model_from_rank0(learn):
     """Give every rank rank 0's weights and buffers, and what is trained beside the model. A
     collective: every rank calls it"""
-    beside = trained_beside(learn)
-    group.broadcast_([*learn.model.parameters(), *learn.model.buffers(), *beside])
+    group.broadcast_([*(p for _,p in named_params(learn)), *learn.model.buffers()])
 
 def opt_from_rank0(learn):
-    "Give every rank the state of rank 0's optimizer. A collective: every rank calls it"
-    state = group.from_rank0(learn.opt.state_dict())
-    if group.rank():
+    """Give every rank the state of rank 0's optimizer; if rank 0 has none, no rank has one. A
+    collective: every rank calls it"""
+    state = group.from_rank0(learn.opt.state_dict() if learn.opt else None)
+    if not group.rank(): return
+    if state is None: learn.opt = None
+    else:
+        if not learn.opt: learn.create_opt()
         learn.opt.load_state_dict(state)
         move_opt_state(learn.opt)     # its tensors arrived on the CPU
 
@@ -177,7 +189,7 @@ class SameModel(OurCallback):
     def finish_fit(self):
         """Average gradients that no step used, and compare the weights of an epoch that was cut
         off. `as_one_process` calls it on every rank, after fastai's `fit`"""
-        params = list(self.model.parameters())
+        params = [p for _,p in named_params(self.learn)]
         has_grads = any(p.grad is not None and has_values(p.grad) for p in params)
         result = self.together.meet_last(grads=has_grads, uncompared=self.weights_may_differ)
         self.has_unused_grads = result.sum('grads') > 0
@@ -186,5 +198,5 @@ class SameModel(OurCallback):
     def _sync_weights(self):
         "Compare weights; if they differ, all ranks take rank 0's, and its optimizer's state"
         self.weights_may_differ = False
-        had_differed = self.same_weights(self.model.named_parameters(), self.epoch)
+        had_differed = self.same_weights(named_params(self.learn), self.epoch)
         if had_differed: opt_from_rank0(self.learn)

@@ -48,7 +48,7 @@ from ..launch.training import (
 #   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
 #
 #   learn.fit             _sync_learner       rank 0's random streams, orders of loaders, weights
-#                         sync_opt            rank 0's optimizer
+#                         opt_from_rank0      rank 0's optimizer
 #                         call_fit            what the callbacks of `distributed` exchange
 #                         as_one_process      the last meeting of the fit, at its end
 #                         _complete           numbers for the report
@@ -65,14 +65,6 @@ def _sync_learner(learn):
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
     model_from_rank0(learn)
-
-# %% ../../nbs/fastai2/728_in_place.ipynb #0edfb766
-def sync_opt(learn):
-    "Give all ranks rank 0's optimizer; if it has none, no rank has one."
-    if group.from_rank0(bool(learn.opt)):
-        if not learn.opt: learn.create_opt()
-        opt_from_rank0(learn)
-    else: learn.opt = None      # the fit makes one
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e01
 def _complete(learn,
@@ -98,7 +90,7 @@ def _fit_in_place(learn,
     n = group.world_size()
     # All ranks begin alike
     _sync_learner(learn)
-    if not asked.get('reset_opt'): sync_opt(learn)
+    if not asked.get('reset_opt'): opt_from_rank0(learn)
     # DDP imports it, in each torch from 2.0 on, and it takes seconds: not in the report
     if n > 1: import torch._dynamo
     # They train, as in a worker's `fit_job`. There is no notebook to tell: a plain `Context` drops

@@ -10,6 +10,7 @@ import copy, threading
 from contextlib import ExitStack
 
 from fastai.callback.core import Callback
+from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base.device import device_module, is_accelerator
@@ -31,19 +32,6 @@ from ..payload.pickling import replaced_in_dumps
 from ..payload.state import opt_tensors, private_copy
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
-# Used here:
-#   BackgroundJob     `start()` calls `_prepare`, has a new thread call `_make_call`, and returns
-#                     once the workers have the job. After `then` that thread calls both, when the
-#                     job before has ended. `_end()` is called in any case. `result()` waits for
-#                     that, and calls `bring`, once
-#   twin(learn, args) -> copies of both on the CPU, which refer to each other; datasets are shared
-#   persistent_refs   -> all parts of a learner, in the same order for original and twin
-#   capture, apply    one returns what has changed in the twin's parts since `baseline`, the other
-#                     puts that into the same parts of a learner
-#   UserCall          a call with arguments and options; `run(learn)` makes it. `resume_points` has
-#                     the one that `distrib_resume` makes again, by learner
-#   Session           of the twin's block: `launcher`, `n`, `gpus`, `thread`. `on_epoch` are called
-#                     as `f(fit_call, end)`; `end` is in memory that a later epoch overwrites
 class Twin:
     """A copy of a learner, and of a call with it, for a job. It notes what the copy holds at first;
     `capture` returns what the call has changed."""
@@ -98,25 +86,181 @@ def gpu_memory_note(
     return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
             "workers. offload=True moves it to the CPU until job.result().")
 
-# %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a00a
-# The life of a job, all of it in the notebook's process:
-#
-#     learn.distrib_fit(3, wait=False)
-#         start_job       refuses what can't run in the background, and moves `learn` to the CPU
-#                         if `offload`
-#         LearnerJob()    copies `learn` to `twin`
-#         _prepare        opens a `distrib_ctx` block of the twin, which starts the workers
-#         _make_call      in a thread: twin.fit(3), on the workers
-#         _end            the call has returned, or was never made
-#     job.pull()          the twin's last complete epoch -> learn
-#     job.result()        waits for the end, then `bring`: twin -> learn
-#
-# What its two `ExitStack`s hold, and how long:
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729002
+def _as_written(user_call):
+    "Return the call as text, such as 'fit(2, lr=0.1, ...)', with ... for a long argument."
+    args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
+    return f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
+
+def _state_hash(learn):
+    "Return a hash of the weights and the optimizer's state, to tell whether they were changed."
+    tensors = [*learn.model.parameters(), *opt_tensors(learn.opt)]
+    return fingerprint([t.detach() for t in tensors])
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729004
+# What the two `ExitStack`s of a job hold, and how long:
 #
 #                     start_job   _prepare   _make_call   _end   result()
 #     until_end           |----------|-----------|              twin's block; refusal of `learn.fit`
 #     until_result        |----------|-----------|---------|----|  with `offload`: `learn` on the
 #                                                               CPU, and the refusal
+class LearnerJob(BackgroundJob):
+    """A call such as `learn.fit(3)` in the background. A thread of the notebook's process makes it
+    with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
+    the twin into the learner. What the job holds, and who lets go of it:
+
+        until_end       `ExitStack`: the block of the twin and, without `offload`, the refusal of
+                        `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
+        until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
+                        refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
+        twin, epoch, parts_at_start
+                        large objects, which `bring` drops"""
+    # The twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
+    epoch = None
+    def __init__(self, learn,
+        user_call, # The `UserCall` to make
+        trains, # True for a fit, False for inference
+        until_result # See above
+    ):
+        super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
+        self.original = learn
+        self.user_call = user_call
+        self.trains = trains
+        self.until_result = until_result
+        self.twin = Twin(learn, user_call)
+        self.until_end = ExitStack()
+        # `_state_hash` of the learner when the job began, or at the last `pull`
+        self.known_hash = _state_hash(learn)
+        # the parts of the learner that the notebook may replace while the job runs
+        self.parts_at_start = dict(dls=learn.dls, loss_func=learn.loss_func, opt=learn.opt,
+                                   cbs=learn.cbs.copy(), _metrics=learn._metrics.copy())
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
+def _session_of(learn):
+    """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
+    Return None if no block is open, or if its fits run in this process."""
+    return getattr(vars(learn).get('fit'), '__self__', None)
+
+@patch
+def _prepare(self:LearnerJob):
+    """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
+    class calls `_end`, which closes what was opened."""
+    learn = self.twin.learn
+    self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
+    session = _session_of(learn)
+    if session is None or isinstance(session.launcher, InProcess):
+        raise CantDistribute("wait=False needs workers in processes of their own, and this "
+                             "call has none. nprocs=2 starts two on the CPU.")
+    session.on_epoch.append(self._keep_epoch)
+    if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
+    refuse_gpus_of_others(self.gpus, learn)
+    session.launcher.prepare(session.n)
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729008
+@patch
+def _make_call(self:LearnerJob):
+    "Make the call with the twin, in the thread of the job, and return what it returns."
+    with self.until_end, replaced_in_dumps(self.twin.counterparts):
+        session = _session_of(self.twin.learn)
+        session.thread = threading.current_thread()     # it takes no calls of other threads
+        line = gpu_memory_note(self.original, session.gpus)
+        if line and not session.quiet(): print_line(line)
+        return self.twin.call.run(self.twin.learn)
+
+@patch
+def _keep_epoch(self:LearnerJob,
+    fit_call, # The twin's `FitCall`
+    end # The `EpochEnd`
+):
+    "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
+    if fit_call.counts_steps: return
+    # a callback that the twin's method made itself, such as a scheduler, has no original
+    self.epoch = [*map(self.twin.original_of, fit_call.cbs)], private_copy(*end)
+
+@patch
+def _end(self:LearnerJob):
+    try: self.until_end.close()     # does nothing after `_make_call`
+    finally: BackgroundJob._end(self)
+
+@patch
+def refuse_fit(self:LearnerJob, *args, **kwargs):
+    "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
+    refuse_busy(self.original)
+    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
+                         "job.result() first.")
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729016
+@patch
+def _target(self:LearnerJob, into, force):
+    """Return the learner that is to get a state: `into`, or the original. Raise
+    `CantDistribute` if the original was changed meanwhile, unless `force`."""
+    learn = into or self.original
+    if not self.trains: return learn
+    if not learn.opt: learn.create_opt()
+    if into is None and not force and _state_hash(learn) != self.known_hash:
+        raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
+                             "changed since it began, or since the last pull(). force=True "
+                             "overwrites them; into=other puts the result into another "
+                             "learner.")
+    return learn
+
+@patch
+def _put_state(self:LearnerJob, learn,
+    cbs, # Callbacks of the call, those of `learn`
+    state # As of `capture`: `(meta, buffers)`
+):
+    """Put `state` into `learn`. Changed attributes, and weights of the loss, go to the parts
+    (callbacks, loaders ...) that it had when the job began, and not to those with which the
+    notebook has replaced them. Weights of the model and the optimizer's state go into the
+    model and the optimizer that it has now."""
+    with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
+        refs = persistent_refs(learn, cbs)
+        groups = PARTS.groups(learn, cbs)
+    loss = self.parts_at_start['loss_func']
+    is_replaced = learn is self.original and learn.loss_func is not loss
+    with with_attrs(learn, **dict(loss_func=loss) if is_replaced else {}):
+        apply(learn, cbs, *state, refs=refs, groups=groups)
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729019
+@patch
+def pull(self:LearnerJob,
+    into=None, # A learner of the same kind that gets it instead
+    force=False # Overwrite weights that were changed meanwhile
+):
+    """Put the last complete epoch into the learner, while the job trains on. Raises
+    `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
+    if self.epoch is None:
+        # `bring` has dropped it
+        why = ("result() has already put what was trained into a learner" if self._brought
+               else "no epoch is complete yet")
+        raise CantDistribute(f"{self.title()}: {why}.")
+    learn = self._target(into, force)
+    # `apply` installs random streams: not those of the notebook, while the job goes on
+    with streams_apart(): self._put_state(learn, *self.epoch)
+    if into is None: self.known_hash = _state_hash(learn)
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729023
+@patch
+def bring(self:LearnerJob, into=None, force=False):
+    "Put the state of the twin after the call into the learner, or into `into`; for `result`."
+    # a job that `then` made is refused after `start` has returned it: nothing was trained
+    if self.state == 'refused': return self.until_result.close()
+    # first: what is refused here can be called again, and the hash is of weights on the CPU
+    learn = self._target(into, force)
+    self.until_result.close()
+    copied = self.twin.learn
+    state = self.twin.capture(self._streams, self.trains)
+    self._put_state(learn, _callbacks_of(self.user_call), state)
+    if copied in reports: reports[learn] = reports[copied]
+    # `distrib_resume` of the learner continues a fit of the twin that was cut off
+    if self.trains: resume_points.pop(learn, None)
+    if copied in resume_points:
+        resume_points[learn] = _with_args(self.twin.call, self.user_call.args,
+                                          self.user_call.kwargs)
+    # a variable of the notebook may hold the job, which needs none of these any more
+    self.twin = self.epoch = self.parts_at_start = None
+
+# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,
     user_call, # The `UserCall` to make
     trains, # True for a fit, False for inference
@@ -148,151 +292,3 @@ def start_job(learn,
     except BaseException:
         until_result.close()    # the caller has no job whose `bring` could do it
         raise
-
-class LearnerJob(BackgroundJob):
-    """A call such as `learn.fit(3)` in the background. A thread of the notebook's process makes it
-    with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
-    the twin into the learner. `state`, `gpus`, and `_streams` (the random streams of the thread)
-    are those of the base class. What the job holds, and who lets go of it:
-
-        until_end       `ExitStack`: the block of the twin and, without `offload`, the refusal of
-                        `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
-        until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
-                        refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
-        twin, epoch, parts_at_start
-                        large objects, which `bring` drops"""
-    # The twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
-    epoch = None
-    def __init__(self, learn,
-        user_call, # The `UserCall` to make
-        trains, # True for a fit, False for inference
-        until_result # See above
-    ):
-        super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
-        self.original = learn
-        self.user_call = user_call
-        self.trains = trains
-        self.until_result = until_result
-        self.twin = Twin(learn, user_call)
-        self.until_end = ExitStack()
-        # `_state_hash` of the learner when the job began, or at the last `pull`
-        self.known_hash = _state_hash(learn)
-        # the parts of the learner that the notebook may replace while the job runs
-        self.parts_at_start = dict(dls=learn.dls, loss_func=learn.loss_func, opt=learn.opt,
-                                   cbs=learn.cbs.copy(), _metrics=learn._metrics.copy())
-
-    # The call
-    def _prepare(self):
-        """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
-        class calls `_end`, which closes what was opened."""
-        learn = self.twin.learn
-        self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
-        session = _session_of(learn)
-        if session is None or isinstance(session.launcher, InProcess):
-            raise CantDistribute("wait=False needs workers in processes of their own, and this "
-                                 "call has none. nprocs=2 starts two on the CPU.")
-        session.on_epoch.append(self._keep_epoch)
-        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-        refuse_gpus_of_others(self.gpus, learn)
-        session.launcher.prepare(session.n)
-    def _make_call(self):
-        "Make the call with the twin, in the thread of the job, and return what it returns."
-        with self.until_end, replaced_in_dumps(self.twin.counterparts):
-            session = _session_of(self.twin.learn)
-            session.thread = threading.current_thread()     # it takes no calls of other threads
-            line = gpu_memory_note(self.original, session.gpus)
-            if line and not session.quiet(): print_line(line)
-            return self.twin.call.run(self.twin.learn)
-    def _keep_epoch(self,
-        fit_call, # The twin's `FitCall`
-        end # The `EpochEnd`
-    ):
-        "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
-        if fit_call.counts_steps: return
-        # a callback that the twin's method made itself, such as a scheduler, has no original
-        self.epoch = [*map(self.twin.original_of, fit_call.cbs)], private_copy(*end)
-    def _end(self):
-        try: self.until_end.close()     # does nothing after `_make_call`
-        finally: super()._end()
-    def refuse_fit(self, *args, **kwargs):
-        "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
-        refuse_busy(self.original)
-        raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
-                             "job.result() first.")
-
-    # Its state, put into a learner
-    def pull(self,
-        into=None, # A learner of the same kind that gets it instead
-        force=False # Overwrite weights that were changed meanwhile
-    ):
-        """Put the last complete epoch into the learner, while the job trains on. Raises
-        `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
-        if self.epoch is None:
-            # `bring` has dropped it
-            why = ("result() has already put what was trained into a learner" if self._brought
-                   else "no epoch is complete yet")
-            raise CantDistribute(f"{self.title()}: {why}.")
-        learn = self._target(into, force)
-        # `apply` installs random streams: not those of the notebook, while the job goes on
-        with streams_apart(): self._put_state(learn, *self.epoch)
-        if into is None: self.known_hash = _state_hash(learn)
-    def bring(self, into=None, force=False):
-        "Put the state of the twin after the call into the learner, or into `into`; for `result`."
-        # a job that `then` made is refused after `start` has returned it: nothing was trained
-        if self.state == 'refused': return self.until_result.close()
-        # first: what is refused here can be called again, and the hash is of weights on the CPU
-        learn = self._target(into, force)
-        self.until_result.close()
-        copied = self.twin.learn
-        state = self.twin.capture(self._streams, self.trains)
-        self._put_state(learn, _callbacks_of(self.user_call), state)
-        if copied in reports: reports[learn] = reports[copied]
-        # `distrib_resume` of the learner continues a fit of the twin that was cut off
-        if self.trains: resume_points.pop(learn, None)
-        if copied in resume_points:
-            resume_points[learn] = _with_args(self.twin.call, self.user_call.args,
-                                              self.user_call.kwargs)
-        # a variable of the notebook may hold the job, which needs none of these any more
-        self.twin = self.epoch = self.parts_at_start = None
-    def _target(self, into, force):
-        """Return the learner that is to get a state: `into`, or the original. Raise
-        `CantDistribute` if the original was changed meanwhile, unless `force`."""
-        learn = into or self.original
-        if not self.trains: return learn
-        if not learn.opt: learn.create_opt()
-        if into is None and not force and _state_hash(learn) != self.known_hash:
-            raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
-                                 "changed since it began, or since the last pull(). force=True "
-                                 "overwrites them; into=other puts the result into another "
-                                 "learner.")
-        return learn
-    def _put_state(self, learn,
-        cbs, # Callbacks of the call, those of `learn`
-        state # As of `capture`: `(meta, buffers)`
-    ):
-        """Put `state` into `learn`. Changed attributes, and weights of the loss, go to the parts
-        (callbacks, loaders ...) that it had when the job began, and not to those with which the
-        notebook has replaced them. Weights of the model and the optimizer's state go into the
-        model and the optimizer that it has now."""
-        with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
-            refs = persistent_refs(learn, cbs)
-            groups = PARTS.groups(learn, cbs)
-        loss = self.parts_at_start['loss_func']
-        is_replaced = learn is self.original and learn.loss_func is not loss
-        with with_attrs(learn, **dict(loss_func=loss) if is_replaced else {}):
-            apply(learn, cbs, *state, refs=refs, groups=groups)
-
-def _as_written(user_call):
-    "Return the call as text, such as 'fit(2, lr=0.1, ...)', with ... for a long argument."
-    args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
-    return f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
-
-def _state_hash(learn):
-    "Return a hash of the weights and the optimizer's state, to tell whether they were changed."
-    tensors = [*learn.model.parameters(), *opt_tensors(learn.opt)]
-    return fingerprint([t.detach() for t in tensors])
-
-def _session_of(learn):
-    """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
-    Return None if no block is open, or if its fits run in this process."""
-    return getattr(vars(learn).get('fit'), '__self__', None)

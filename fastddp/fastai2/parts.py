@@ -13,10 +13,12 @@ import torch
 
 from .loaders import dl_state, set_dl_state
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
+from ..launch.training import warn_of_unset
 from ..payload.changes import has_arrays
+from ..payload.pickling import Unloaded
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, move_opt_state, opt_and_wrapped, opt_attrs, opt_state, other_leaves,
-    overwrite_tensor, picklable_attrs, set_opt_state)
+    overwrite_tensor, param_grads, picklable_attrs, set_opt_state, set_param_grads)
 from ..shard.sharded import original
 from ..shard.torch_loader import samplers_of
 
@@ -29,10 +31,16 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
+# Parts of the learner, to which a callback may refer: they come back as these
+_OTHER_PARTS = 'learn dls model opt cbs _metrics'
+# What shows progress and logs: the notebook has its own
+_SHOWS = 'logger old_logger pbar mbar create_mbar'
+# The last batch: of this rank's shard only, and large
+_LAST_BATCH = 'dl xb yb pred loss loss_grad'
+# For the time of a fit: of mixed precision, of fastcore's `Stateful`, of the learner, of fastddp
+_OF_FIT = 'scaler autocast _state lock distrib_session'
 # Names of attributes of callbacks whose values on the rank are not sent back
-CALLBACK_STAYS = set('''
-    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
-    _state old_logger scaler autocast _metrics create_mbar'''.split())
+CALLBACK_STAYS = {*f'{_OTHER_PARTS} {_SHOWS} {_LAST_BATCH} {_OF_FIT}'.split()}
 
 class Callbacks(Part):
     name,stays = 'cbs',CALLBACK_STAYS
@@ -49,7 +57,9 @@ class Callbacks(Part):
         removed,added = rest
         removed = [start[i] for i in removed]
         learn.remove_cbs([cb for cb in learn.cbs if holds(removed, cb)])
-        learn.add_cbs(added)
+        learn.add_cbs([cb for cb in added if not isinstance(cb, Unloaded)])
+        warn_of_unset([('learn', learn, 'cbs', cb.error) for cb in added
+                       if isinstance(cb, Unloaded)])
 
 # %% ../../nbs/fastai2/718_parts.ipynb #2fedb10c
 class TheLearner(Part):
@@ -81,10 +91,15 @@ def place_dl(dl, device):
     "Have a fastai loader put its batches on `device`; torch's loaders leave that to others."
     if isinstance(dl, DataLoader): dl.to(device)
 
+# Of the rank: its sharded loaders, and its device
+_OF_RANK = 'loaders _device device _shard'
+# Of an iteration over a fastai loader. The next epoch draws anew, from what `rest` returns
+_OF_ITERATION = 'it rng fake_l _DataLoader__idxs'
+
 class Data(Part):
-    name,only_fits_change = 'data',True
-    stays = MODULES_STAY | set(
-        'loaders _device device _shard it rng fake_l _DataLoader__idxs'.split())
+    name,only_fits_change = 'data',True     # a validation leaves it as it is
+    # a transform may be a module
+    stays = MODULES_STAY | {*f'{_OF_RANK} {_OF_ITERATION}'.split()}
     # the loaders come first: `set_rest` counts on it
     def objects(self, learn, cbs):
         return [*map(original, learn.dls.loaders), learn.dls, *parts_of_data(learn.dls)]
@@ -103,19 +118,24 @@ class Opt(Part):
     name,stays,only_fits_change = 'opt',UNTRACKED_OPT_ATTRS,True
     def objects(self, learn, cbs): return opt_and_wrapped(learn.opt)
     def shared(self, learn, cbs): return [learn.opt]
-    def sent(self, learn): return opt_attrs(learn.opt)
+    def sent(self, learn):
+        return opt_attrs(learn.opt), param_grads(other_leaves(learn.opt, learn.model).items())
     def receive(self, learn, sent, device):
-        for o,attrs in zip(opt_and_wrapped(learn.opt), sent or ()): vars(o).update(attrs)
+        attrs,grads = sent or ((), None)
+        for o,of_class in zip(opt_and_wrapped(learn.opt), attrs): vars(o).update(of_class)
         move_opt_state(learn.opt, device)
+        if grads: set_param_grads(other_leaves(learn.opt, learn.model).items(), grads)
     def state(self, learn, start, weights, grads):
         if not (weights and learn.opt): return
         leaves = other_leaves(learn.opt, learn.model)
-        return opt_state(learn.opt), {i:t.detach() for i,t in leaves.items()}
+        tensors = {i:t.detach() for i,t in leaves.items()}
+        return opt_state(learn.opt), tensors, param_grads(leaves.items(), grads)
     def set(self, learn, state):
         if not (state and learn.opt): return
-        of_params,leaves = state
+        of_params,tensors,grads = state
         own = other_leaves(learn.opt, learn.model)
-        for i,t in leaves.items(): overwrite_tensor(own[i], t)
+        for i,t in tensors.items(): overwrite_tensor(own[i], t)
+        set_param_grads(own.items(), grads)
         set_opt_state(learn.opt, *of_params)
 
 # %% ../../nbs/fastai2/718_parts.ipynb #fc11a9f7

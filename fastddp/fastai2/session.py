@@ -275,8 +275,8 @@ def _fit(self:Session, user_call, cbs, asked):
     first_epoch = user_call.restore(learn, cbs)
     if first_epoch and first_epoch == n_epoch:
         with suppress_lines(self.quiet()):
-            print_line(f"This fit is complete ({several(n_epoch, 'epoch')}): nothing is left "
-                       "to train.")
+            print_line(f"All epochs of this fit are trained ({several(n_epoch, 'epoch')}): the "
+                       "workers only run after_fit of its callbacks.")
     self.check()
     resets_opt = asked.pop('reset_opt', False) and not first_epoch
     call = FitCall(self, cbs, asked, user_call, first_epoch)

@@ -515,9 +515,10 @@ def _share_loss(self:StepSync, loss):
 def _check_further_pass(self:StepSync):
     "Tell the user of a loss that a callback computes by itself, of this rank's items"
     f = self.batch.call.user_func()
-    if self.losses.is_gathered(f) and not self.batch.call.was_called:
-        self.losses.print_once(f"A callback calls {loss_name(f)} for a further backward pass: "
-                               f"there {AVERAGED}", 'further')
+    if not self.losses.is_gathered(f) or self.batch.call.was_called: return
+    name = loss_name(f)
+    self.losses.print_once(f"A callback calls {name} for a further backward pass: there {AVERAGED}",
+                           ('further',name))
 
 @patch
 def exchange_masks(self:StepSync, mask):

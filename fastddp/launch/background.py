@@ -8,6 +8,8 @@ __all__ = []
 # %% ../../nbs/launch/509_background.ipynb #bd672174
 import asyncio, contextvars, itertools, threading, traceback
 
+from fastcore.basics import patch
+
 from ..base.checks import bind_arguments
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
@@ -16,15 +18,6 @@ from .held_gpus import running_jobs
 from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
-# Used here:
-#   Panel(title, on_refresh)    gets the job's output. Calls `on_refresh()` in each `refresh`; the
-#                               `Monitor` calls this at each turn, in the thread of the job
-#   StopButton.press()          counts as Ctrl-C in the thread that is `in_thread`
-#   streams_apart(state)        in this thread, `CommonRNG` captures and installs the dict that it
-#                               yields, not the notebook's global streams
-#   running_jobs                of `held_gpus`: each `BackgroundJob` that has not ended
-#   LearnerJob                  the subclass in `fastai2.learner_job`; `ranch` makes plain jobs
-
 _numbers = itertools.count(1)
 # the job for which `then` makes a call wait; read by `BackgroundJob.__init__` inside that call
 _predecessor = contextvars.ContextVar('fastddp-predecessor', default=None)
@@ -68,46 +61,6 @@ class BackgroundJob:
         return f"{self.what}, {self.state}"
     def _prepare(self): "Refuse, and start processes, before the call"
     def bring(self): "Put what was trained into the learner, if any; `result` calls it once"
-
-    # From its start to its end
-    def start(self):
-        """Start the thread and return this job, once the workers have it or it waits for another
-        job"""
-        running_jobs.append(self)
-        thread = threading.Thread(target=self._work, name=self.what, daemon=True)
-        try:
-            if not self.after: self._prepare()
-            else: self._set_state(f'waiting for {self.after.what}')
-            self.panel.show()
-            thread.start()
-            if not self.after: self._started.wait()
-        except BaseException:
-            if thread.is_alive(): self.stop()
-            # cleans up; the caller gets the exception, not this job
-            elif not self.done(): self._end()
-            raise
-        if self.state == 'refused': raise self.exception()
-        return self
-    def _work(self):
-        "The thread's function: wait for the job before, make the call, note how it ended"
-        apart = streams_apart(self._streams)
-        with self._button.in_thread(), show_in(self.panel), apart as self._streams:
-            try:
-                if self.after: self._wait_for_turn()
-                self._value = self._run()
-            except BaseException as e:
-                # its frames hold memory that is shared with the workers
-                traceback.clear_frames(e.__traceback__)
-                self._error = e
-            self._end()
-    def _wait_for_turn(self):
-        """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
-        meanwhile"""
-        while not self.after._ended.wait(.1):
-            if self._button.interrupts.count: raise KeyboardInterrupt
-        self.after = None
-        self._set_state('starting')
-        self._prepare()
     def _set_state(self, state):
         self.state = state
         self.panel.changed = True
@@ -116,71 +69,137 @@ class BackgroundJob:
         workers have the job"""
         if self.state == 'starting': self._set_state('running')
         self._started.set()
-    def _end(self):
-        """Note that the call has ended, in the thread of the job, or in `start` if there is no
-        thread"""
-        e = self._error
-        with self._ending:
-            if e is None: self._set_state('done')
-            elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
-            elif self._started.is_set(): self._set_state('failed')
-            else: self._set_state('refused')
-            self._started.set()
-            if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
-            # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
-            running_jobs.remove(self)
-            self._ended.set()
-        self.panel.refresh(force=True)
 
-    # What the user calls
-    def done(self):
-        "Return True if it has ended"
-        return self._ended.is_set()
-    def stop(self):
-        """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
-        call ends it at once"""
-        with self._ending:
-            if not self.done(): self._set_state('stopping')
-        self._button.press()
-    def exception(self,
-        timeout=None # Seconds to wait; None: no limit
-    ):
-        "Wait for its end; return its exception, or None. The learner stays as it is"
-        if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
-        return self._error
-    def result(self,
-        timeout=None, # Seconds to wait; None: no limit. Then `TimeoutError`
-        **kwargs # For a fit: `into`, a learner that gets the result, and `force`, see `pull`
-    ):
-        """Wait for its end and put what it has trained into the learner. Returns what the call
-        returns, None after `stop()`; raises what the call raises"""
-        bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
-        error = self.exception(timeout)
-        if self._brought and kwargs:
-            raise CantDistribute(f"{self.title()}: result() has already put what was trained into "
-                                 "a learner; call it without keywords.")
-        if not self._brought: self.bring(**kwargs)
-        self._brought = True
-        if isinstance(error, KeyboardInterrupt): return None
-        if error is not None: raise error
-        return self._value
-    def __await__(self):
-        async def wait():
-            while not self.done(): await asyncio.sleep(.1)
-            return self.result()
-        return wait().__await__()
-    def then(self,
-        call, # Makes a job, such as `other.distrib_fit_one_cycle`
-        *args, **kwargs # Its arguments; `wait=False` is added
-    ):
-        """Return the job of `call(*args, wait=False, **kwargs)`, which begins when this one has
-        ended, in whatever state. Its snapshot is taken now"""
-        with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
-    @property
-    def log(self):
-        "All of its output, as text"
-        return self.panel.text
-    def __repr__(self): return self.title()
-    def _ipython_display_(self):
-        if frontend() != 'notebook': print_line(repr(self))
-        else: self.panel.show_unless_in_this_cell()
+# %% ../../nbs/launch/509_background.ipynb #74511e56
+@patch
+def _end(self:BackgroundJob):
+    """Note that the call has ended, in the thread of the job, or in `start` if there is no
+    thread"""
+    e = self._error
+    with self._ending:
+        if e is None: self._set_state('done')
+        elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
+        elif self._started.is_set(): self._set_state('failed')
+        else: self._set_state('refused')
+        self._started.set()
+        if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
+        # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
+        running_jobs.remove(self)
+        self._ended.set()
+    self.panel.refresh(force=True)
+
+# %% ../../nbs/launch/509_background.ipynb #ef276144
+@patch
+def start(self:BackgroundJob):
+    """Start the thread and return this job, once the workers have it or it waits for another
+    job"""
+    running_jobs.append(self)
+    thread = threading.Thread(target=self._work, name=self.what, daemon=True)
+    try:
+        if not self.after: self._prepare()
+        else: self._set_state(f'waiting for {self.after.what}')
+        self.panel.show()
+        thread.start()
+        if not self.after: self._started.wait()
+    except BaseException:
+        if thread.is_alive(): self.stop()
+        # cleans up; the caller gets the exception, not this job
+        elif not self.done(): self._end()
+        raise
+    if self.state == 'refused': raise self.exception()
+    return self
+
+@patch
+def _work(self:BackgroundJob):
+    "The thread's function: wait for the job before, make the call, note how it ended"
+    apart = streams_apart(self._streams)
+    with self._button.in_thread(), show_in(self.panel), apart as self._streams:
+        try:
+            if self.after: self._wait_for_turn()
+            self._value = self._run()
+        except BaseException as e:
+            # its frames hold memory that is shared with the workers
+            traceback.clear_frames(e.__traceback__)
+            self._error = e
+        self._end()
+
+@patch
+def _wait_for_turn(self:BackgroundJob):
+    """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
+    meanwhile"""
+    while not self.after._ended.wait(.1):
+        if self._button.interrupts.count: raise KeyboardInterrupt
+    self.after = None
+    self._set_state('starting')
+    self._prepare()
+
+# %% ../../nbs/launch/509_background.ipynb #574359e6
+@patch
+def done(self:BackgroundJob):
+    "Return True if it has ended"
+    return self._ended.is_set()
+
+@patch
+def stop(self:BackgroundJob):
+    """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
+    call ends it at once"""
+    with self._ending:
+        if not self.done(): self._set_state('stopping')
+    self._button.press()
+
+@patch
+def exception(self:BackgroundJob,
+    timeout=None # Seconds to wait; None: no limit
+):
+    "Wait for its end; return its exception, or None. The learner stays as it is"
+    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
+    return self._error
+
+@patch
+def result(self:BackgroundJob,
+    timeout=None, # Seconds to wait; None: no limit. Then `TimeoutError`
+    **kwargs # For a fit: `into`, a learner that gets the result, and `force`, see `pull`
+):
+    """Wait for its end and put what it has trained into the learner. Returns what the call
+    returns, None after `stop()`; raises what the call raises"""
+    bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
+    error = self.exception(timeout)
+    if self._brought and kwargs:
+        raise CantDistribute(f"{self.title()}: result() has already put what was trained into "
+                             "a learner; call it without keywords.")
+    if not self._brought: self.bring(**kwargs)
+    self._brought = True
+    if isinstance(error, KeyboardInterrupt): return None
+    if error is not None: raise error
+    return self._value
+
+# %% ../../nbs/launch/509_background.ipynb #7f2dd01f
+@patch
+def __await__(self:BackgroundJob):
+    async def wait():
+        while not self.done(): await asyncio.sleep(.1)
+        return self.result()
+    return wait().__await__()
+
+@patch
+def then(self:BackgroundJob,
+    call, # Makes a job, such as `other.distrib_fit_one_cycle`
+    *args, **kwargs # Its arguments; `wait=False` is added
+):
+    """Return the job of `call(*args, wait=False, **kwargs)`, which begins when this one has
+    ended, in whatever state. Its snapshot is taken now"""
+    with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
+
+# %% ../../nbs/launch/509_background.ipynb #00416ccc
+@patch(as_prop=True)
+def log(self:BackgroundJob):
+    "All of its output, as text"
+    return self.panel.text
+
+@patch
+def __repr__(self:BackgroundJob): return self.title()
+
+@patch
+def _ipython_display_(self:BackgroundJob):
+    if frontend() != 'notebook': print_line(repr(self))
+    else: self.panel.show_unless_in_this_cell()

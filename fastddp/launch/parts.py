@@ -9,8 +9,8 @@ __all__ = []
 import torch
 
 from ..payload.state import (
-    get_hooks, model_grads, model_tensors, objects_with_hooks, opt_and_wrapped, set_grads,
-    set_hooks, set_model_state)
+    get_hooks, model_grads, model_state, model_tensors, objects_with_hooks, opt_and_wrapped,
+    set_grads, set_hooks, set_model_state)
 from ..shard.loss import loss_module
 
 # %% ../../nbs/launch/512_parts.ipynb #64e9989b
@@ -57,7 +57,8 @@ class Part:
     ):
         "Return what is pickled with the changed attributes; `refs` are those of `Parts`"
     def set_rest(self, learn, start, rest):
-        "Put what `rest` returned into this part of the notebook's learner"
+        """Put what `rest` returned into this part of the notebook's learner. Objects of it, also in
+        lists and tuples, that can't be loaded here are each an `Unloaded`"""
 
 # %% ../../nbs/launch/512_parts.ipynb #d8f39ce7
 class Parts:
@@ -105,14 +106,6 @@ MODULES_STAY = set('''
     training _forward_hooks _backward_hooks _forward_pre_hooks _backward_pre_hooks
     _forward_hooks_with_kwargs _forward_hooks_always_called _forward_pre_hooks_with_kwargs
     _is_full_backward_hook'''.split())
-
-def model_state(model,
-    weights=True # False: only what a validation may change, which excludes all tensors
-):
-    "Return the state of a model as a dict, for `set_model_state`"
-    tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
-    return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
-                training=[m.training for m in model.modules()])
 
 class Model(Part):
     name,stays,only_fits_change = 'model',MODULES_STAY,True

@@ -169,19 +169,28 @@ def on_success(self:Call, out):
 # %% ../../nbs/launch/511_session.ipynb #e4c7642c
 @patch
 def on_failure(self:Call, e, is_last):
-    """Apply the state of a failed try if `apply_failed` is 'all', or if it is 'last' and no other
-    try follows; set `e.kept`"""
-    # states map shared memory, and an exception may live long
-    state = e.state
-    e.state = e.epoch = None
+    """Note how a try has failed. `apply_state`, unless the next try begins anew: until there are
+    workers for that one, `e` keeps the state (`give_up`)"""
     self.stopped_in_epoch = e.cut
-    applies = self.apply_failed == 'all' or is_last and self.apply_failed == 'last'
-    if state and applies:
+    if isinstance(e, RankRaised):
+        e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
+    if is_last or self.apply_failed == 'all': self.apply_state(e)
+
+@patch
+def apply_state(self:Call, e):
+    """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
+    'nothing'; set `e.kept`"""
+    # states map shared memory, and an exception may live long
+    state,e.state,e.epoch = e.state,None,None
+    if state and self.apply_failed != 'nothing':
         self.apply(*state)
         self.has_result = True
     e.kept = self.describe_learner()
-    if isinstance(e, RankRaised):
-        e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
+
+@patch
+def give_up(self:Call, e):
+    "Apply the state of a try that has failed with `e`, since no other try can follow"
+    with delay_interrupts(), offloaded(self.learn, self.home()): self.apply_state(e)
 
 @patch
 def describe_learner(self:Call):
@@ -285,21 +294,26 @@ def run_with_restarts(self:Session, call):
         except WorkerError as e:
             # the user has interrupted it, then a rank failed
             if call.stopped_in_epoch: raise
-            self.place_after_failure(e)
+            self.place_after_failure(call, e)
             headline = ' '.join(e._headline().split())
             print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "
                        f"({several(left, 'restart')} left).")
     return call.run()
 
 @patch
-def place_after_failure(self:Session, e):
-    "Take fewer workers if the failure `e` cost a machine; raises `e` if the rest can't go on"
+def place_after_failure(self:Session, call, e):
+    """Take fewer workers if the failure `e` of `call` cost a machine; raises `e` if the rest can't
+    go on"""
     try:
         self.n,self.gpus = self.launcher.place_after_failure(self.n, self.gpus)
         self.check()
-    except CantDistribute as why:
+    except BaseException as why:
+        # no other try follows, after all
+        if getattr(e, 'state', None): call.give_up(e)
+        if not isinstance(why, CantDistribute): raise
         print_line(f"No restart: {why}")
         raise e from None
+    e.state = None      # the next try begins without it
 
 # %% ../../nbs/launch/511_session.ipynb #6e529662
 @patch

@@ -169,7 +169,8 @@ def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
 #     state    what is copied into the notebook's tensors: `Parts.state`
 #     rest     'changes' of attributes, and more. If some of them can't be pickled, also
 #              'lost'      words for each, for the user
-#              'fits'      False if layers of the model are among them, else True
+#              'fits'      False if layers of the model are among them, else True. `_load_rest`
+#                          sets it, too, for what can't be loaded
 def dump_state(
     state, # A dict, see above
     rest, # A dict; its 'changes' are those of `ChangeTracker.since_start`
@@ -220,14 +221,20 @@ def _load_rest(meta, buffers, refs, device):
         return {}
 
 def _without_unloaded(partly):
-    "Return what `load_partly` returned, with an `Unloaded` in the place of each value with one"
+    """Return what `load_partly` returned, with an `Unloaded` in the place of each value with one.
+    'fits' is False if layers of the model are among them"""
     rest = partly.obj
     for changed in rest['changes'].values():
         for _,values,_ in changed:
-            for name,(v,is_same) in values.items(): values[name] = partly.checked(v),is_same
-    def loaded(items): return [o for o in items if not isinstance(partly.checked(o), Unloaded)]
-    rest['reached'] = loaded(rest['reached'])
-    if 'added_cbs' in rest: rest['added_cbs'] = loaded(rest['added_cbs'])
+            for name,(v,is_same) in values.items():
+                v = partly.checked(v)
+                values[name] = v,is_same
+                if isinstance(v, Unloaded) and name in STRUCTURE_ATTRS: rest['fits'] = False
+    rest['reached'] = [o for o in rest['reached'] if not isinstance(partly.checked(o), Unloaded)]
+    def marked(v):
+        "Return `checked(v)`, or if `v` is a list or a tuple, the same of its items"
+        return type(v)(map(marked, v)) if type(v) in (list,tuple) else partly.checked(v)
+    rest['parts'] = {name:marked(v) for name,v in rest.get('parts', {}).items()}
     return rest
 
 # %% ../../nbs/launch/510_training.ipynb #710ab407

@@ -19,7 +19,7 @@ from .columns import LazyList
 from .models import script_values, set_script_value
 from .pickling import Unloaded, dump, without_frames
 from .reducers import function_variables
-from .held import MODULE_ATTRS, Root, items_of, slots_of, vars_of
+from .held import MODULE_ATTRS, Root, items_of, slot_names, slots_of, vars_of
 from .contents import (
     keeps_contents_in_attributes, own_state, set_own_state, update_in_place)
 from .own_objects import OwnObjects
@@ -38,8 +38,8 @@ class _Attributes:
         if type(o) is not o.__class__: return {}
         if isinstance(o, torch.jit.ScriptModule): return script_values(o)
         state = _own_state(o)
-        return vars_of(o) if state is None else state
-    def has(self, o, name): return name in vars(o)
+        return {**vars_of(o), **slots_of(o)} if state is None else state
+    def has(self, o, name): return name in self.values(o)
 
 def _own_state(o):
     "As `own_state`; None, too, if it fails"
@@ -55,10 +55,14 @@ def update(self:_Attributes, o, values, removed):
         kept = {k:v for k,v in state.items() if k not in removed}
         return set_own_state(o, kept|values)
     # not `setattr` and `delattr`, which a class may override
-    if isinstance(o, torch.jit.ScriptModule):
-        for k,v in values.items(): set_script_value(o, k, v)
-    else: vars(o).update(values)
-    for name in removed: vars(o).pop(name, None)
+    slots = slot_names(type(o))
+    for k,v in values.items():
+        if isinstance(o, torch.jit.ScriptModule): set_script_value(o, k, v)
+        elif k in slots: object.__setattr__(o, k, v)
+        else: vars(o)[k] = v
+    for k in removed:
+        if k not in slots: vars(o).pop(k, None)
+        elif hasattr(o, k): object.__delattr__(o, k)
 
 # %% ../../nbs/payload/109_changes.ipynb #6397ae1f
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
@@ -240,7 +244,8 @@ class _Rule(NamedTuple):
 
 _RULES = dict(
     learn=_Rule(by_members=True),       # the learner
-    # its optimizer, and those that it wraps: each step changes these two in those of torch
+    # its optimizer, and those that it wraps: each step changes these two in those of torch. In
+    # fastai 2 they are excluded
     opt=_Rule(always_changed=('state','param_groups')),
     cbs=_Rule(),                        # its callbacks
     metrics=_Rule(),                    # its metrics
@@ -336,6 +341,7 @@ def _changes(self:ChangeTracker, group, now, ended):
     "Yield the changes of a group; `now` has the notes of each of its objects"
     rule = _RULES[group]
     for i,(o,before,after) in enumerate(zip(self.groups[group], self.before[group], now)):
+        # only a model or a data set holds it: activations or images, say (`payload.held`)
         if group == 'held' and self.held[i].may_be_cache and has_arrays(o): continue
         values = {}
         for name,new in after.items():

@@ -17,13 +17,6 @@ from ..base import group
 from .reducers import Refused, reduce, reduces
 
 # %% ../../nbs/payload/100_handles.ipynb #66a2ccf9
-# In order: threads, and what is local to them; iterators; writers; files of libraries;
-# `reducer_of`, by which the pickler finds the reducers of classes that are only known by their
-# names. No function is a collective.
-#
-#   in the notebook, and in a worker     `reducer_of(kind)` is asked once for each type in a dump
-#   in a worker, at the end of a job     `flush_writers`
-
 @reduces(threading.Thread)
 def _(thread, pickler):
     "Pickle a thread that hasn't started, or has ended, as a new one; refuse one that runs"
@@ -70,9 +63,9 @@ def load_local(cls, args, kwargs, attrs):
 @reduces(_SingleProcessDataLoaderIter)
 @reduces(_MultiProcessingDataLoaderIter)
 def _(it, pickler):
-    """Pickle an iterator over a torch loader as one that begins anew: where it is can't be pickled.
-    One with processes goes on without them, until the loader is iterated again"""
-    if pickler.names_gpus and it._num_yielded:
+    """Pickle an iterator over a torch loader as one that begins anew, without processes, until the
+    loader is iterated again"""
+    if not pickler.to_notebook and it._num_yielded:
         warnings.warn("fastddp: an iterator over a DataLoader, which an object keeps, begins anew "
                       "in the workers")
     has_processes = isinstance(it, _MultiProcessingDataLoaderIter)
@@ -149,12 +142,15 @@ def _reduce_lmdb(env, pickler):
     if not flags['readonly']: raise Refused(env, _NOT_READ_ONLY.format(path))
     return _open_lmdb, (path, flags, env.max_readers(), env.info()['map_size'])
 
+# Named data bases that may be open in an environment, which doesn't say with how many it was opened
+_MAX_DBS = 128
+
 def _open_lmdb(path, flags, max_readers, map_size):
     import lmdb
     env = _environments.get(path)
     try: env.path()
     except Exception:       # it is None, or closed
-        env = lmdb.open(path, max_readers=max_readers, map_size=map_size, **flags)
+        env = lmdb.open(path, max_readers=max_readers, map_size=map_size, max_dbs=_MAX_DBS, **flags)
         _environments[path] = env
     return env
 

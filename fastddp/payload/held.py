@@ -54,8 +54,11 @@ def items_of(o):
     # by `type(o)`: a `LazyList` only says that it is a list
     return next(([*base.__iter__(o)] for base in _CONTAINERS if issubclass(type(o), base)), None)
 
+# %% ../../nbs/payload/101_held.ipynb #e1d01012
+_MAX_ITEMS = 1000       # of a container that is searched
+
 def parts_of(o,
-    most=1000 # A container with more items isn't searched
+    most=_MAX_ITEMS # A container with more items isn't searched
 ):
     "Return the objects that `o` refers to, as a list"
     if isinstance(o, nn.Module):
@@ -76,7 +79,9 @@ def parts_of(o,
     return [v for *_,v in referents(o)] + [*slots_of(o).values()]
 
 # %% ../../nbs/payload/101_held.ipynb #e1d0100d
-_MAX_HELD = 20_000      # objects
+_MAX_HELD = 20_000          # objects
+# Of a container that a module or a data set holds. Those have many, mostly with items of data
+_MAX_ITEMS_OF_PART = 100
 
 class Root(NamedTuple):
     "A value with which the search begins"
@@ -86,7 +91,7 @@ class Root(NamedTuple):
 class Held(NamedTuple):
     "An object that both sides have"
     object:object
-    may_be_cache:bool   # Found from a `Root` that `is_part`
+    may_be_cache:bool   # Each path to it that was found begins at a `Root` that `is_part`
 
 def held_objects(
     roots,          # A list of `Root`
@@ -98,20 +103,24 @@ def held_objects(
     sent            # The ids of all objects that the snapshot has
 ):
     "Return the list of `Held`, closest to the roots first"
-    res = []
-    # it keeps temporary objects alive, and so their ids unique
-    seen = {id(o):o for o in known if can_change(o) and not isinstance(o, types.FunctionType)}
+    found = {}      # id -> `Held`, in the order of the list
+    # id -> `Root`. It keeps temporary objects alive, and so their ids unique
+    seen = {id(o):Root(o) for o in known
+            if can_change(o) and not isinstance(o, types.FunctionType)}
     of_cells = {id(o) for o in definitions}
     todo = deque([*roots, *map(Root, definitions)])
-    while todo and len(res) < _MAX_HELD:
-        o,is_part = todo.popleft()
-        if id(o) in seen or isinstance(o, ATOMS) and id(o) not in of_cells: continue
-        seen[id(o)] = o
+    while todo and len(found) < _MAX_HELD:
+        o,is_part = root = todo.popleft()
+        # a second time, if it was found from parts only: then it is no cache, nor what it holds
+        is_done = id(o) in seen and (is_part or not seen[id(o)].is_part)
+        if is_done or isinstance(o, ATOMS) and id(o) not in of_cells: continue
+        seen[id(o)] = root
         is_definition = isinstance(o, (type,types.FunctionType))
         if is_definition and id(o) not in of_cells: continue
-        if can_change(o) and id(o) in sent: res.append(Held(o, is_part))
+        if can_change(o) and id(o) in sent: found[id(o)] = Held(o, is_part)
         is_part = is_part and not isinstance(o, (types.MethodType,types.BuiltinFunctionType))
         # objects of the user's may refuse to be looked at
         with suppress(Exception):
-            todo.extend(Root(v, is_part) for v in parts_of(o, 100 if is_part else 1000))
-    return res
+            todo.extend(Root(v, is_part)
+                        for v in parts_of(o, _MAX_ITEMS_OF_PART if is_part else _MAX_ITEMS))
+    return [*found.values()]

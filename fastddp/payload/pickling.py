@@ -21,9 +21,6 @@ from .models import load_script
 from .reducers import load_storage, reduces, referents, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
-# The sections: the stream, `dump`, long lists, functions and classes of cells, `load`, definitions,
-# what can't be loaded. No function here is a collective: `dump` and `load` are called in the
-# notebook and in workers.
 class Payload(NamedTuple):
     "A pickled object, as `dump` returns it. Its buffers are still the memory of the object itself"
     meta:bytes      # The pickle, without the large buffers
@@ -37,19 +34,6 @@ class Payload(NamedTuple):
         return [*map(bytearray, self.buffers)]
 
 # %% ../../nbs/payload/102_pickling.ipynb #aeeac24e
-# Two pickles with one memo make the stream. Between them, a number stands for each object that is
-# put into the memo without a pickle of its own: a ref, or a long list that has a stand-in (see
-# "Long lists"). Both sides add the same objects in the same order:
-#
-#     in `dump`                 stream               in `_Unpickler.load`        added to the memo
-#     dump([stand-in, ...])     a pickle             the first `load`            all that it holds
-#     remember(0, 1, ...)       a number per ref     persistent_load(0): a ref   the ref
-#     remember(-2, -1)          a number per list    persistent_load(-2): its    the long list; its
-#                                                    stand-in                    stand-in
-#     dump(obj)                 a pickle             the second `load`           all that it holds
-#
-# Numbers of long lists are negative: they count from the end of the list of stand-ins.
-
 # Pickle instructions for one number: push it, replace it by `persistent_load(number)`, store that
 # in the memo at the next place, and remove it from the stack
 _REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
@@ -68,8 +52,9 @@ def _same(o): return o      # a reducer returns a call: for a replaced object th
 # %% ../../nbs/payload/102_pickling.ipynb #bc6c8e70
 class Pickler(cloudpickle.Pickler):
     "Writes the stream: cloudpickle's pickler with the reducers that `reduces` has registered"
-    # Pickle a tensor's GPU as 'cuda:1'. If False, as 'cuda': any GPU of the loading process
-    names_gpus = True
+    # True on a rank that sends a result. Then a tensor's GPU is pickled as 'cuda', and the notebook
+    # loads it on the learner's GPU. False: as 'cuda:1', where the notebook has it
+    to_notebook = False
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -108,42 +93,7 @@ class Pickler(cloudpickle.Pickler):
 
 class RankPickler(Pickler):
     "As `Pickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
-    names_gpus = False
-
-# %% ../../nbs/payload/102_pickling.ipynb #12c4478b
-def dump(
-    obj,            # The object to pickle
-    refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
-    columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
-    pickler=Pickler # Or a subclass
-):
-    "Return `obj` as a `Payload`"
-    buffers,stream = [],io.BytesIO()
-    p = pickler(stream, lambda b: buffers.append(_memory(b)))
-    with _no_collection():
-        long_lists = long_sequences(obj) if columns else []
-        replaced = columns.stand_ins(long_lists) if long_lists else []
-        # the four parts of the stream, see above
-        p.dump([stand_in for _,stand_in in replaced])
-        p.remember(enumerate(refs))
-        p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
-        p.dump(obj)
-    return Payload(stream.getvalue(), buffers)
-
-@contextmanager
-def _no_collection():
-    "Switch off the garbage collector, which thousands of new objects would start many times"
-    was_on = gc.isenabled()
-    gc.disable()
-    try: yield
-    finally:
-        if was_on: gc.enable()
-
-def _memory(buffer):
-    "Return the bytes of a `PickleBuffer` as a memoryview of one dimension"
-    raw = buffer.raw()
-    # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
-    return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
+    to_notebook = True
 
 # %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
 # The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
@@ -184,6 +134,41 @@ def _is_searched(o):
     "False for a large container, and for a function or class of a library"
     if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
     return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
+
+# %% ../../nbs/payload/102_pickling.ipynb #12c4478b
+def dump(
+    obj,            # The object to pickle
+    refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
+    columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
+    pickler=Pickler # Or a subclass
+):
+    "Return `obj` as a `Payload`"
+    buffers,stream = [],io.BytesIO()
+    p = pickler(stream, lambda b: buffers.append(_memory(b)))
+    with _no_collection():
+        long_lists = long_sequences(obj) if columns else []
+        replaced = columns.stand_ins(long_lists) if long_lists else []
+        # the four parts of the stream
+        p.remember(enumerate(refs))
+        p.dump([stand_in for _,stand_in in replaced])
+        p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
+        p.dump(obj)
+    return Payload(stream.getvalue(), buffers)
+
+@contextmanager
+def _no_collection():
+    "Switch off the garbage collector, which thousands of new objects would start many times"
+    was_on = gc.isenabled()
+    gc.disable()
+    try: yield
+    finally:
+        if was_on: gc.enable()
+
+def _memory(buffer):
+    "Return the bytes of a `PickleBuffer` as a memoryview of one dimension"
+    raw = buffer.raw()
+    # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
+    return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):
@@ -261,6 +246,24 @@ class _CellLoader:
         cloudpickle._class_setstate(cls, state)
         if self.define: _define(self.home, cls)
 
+# %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
+_LEAST_IMPORT = .01     # seconds of processor time
+imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
+
+def _noting_import(module, find):
+    "Return `find()`; add it to `imports` if that imported modules for a while"
+    n_before = len(sys.modules)
+    began = time.process_time()
+    found = find()
+    seconds = time.process_time()-began
+    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
+        imports.append((module, seconds, tuple(new)))
+    return found
+
+def _subimport(module):
+    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
+    return _noting_import(module, lambda: cloudpickle.subimport(module))
+
 # %% ../../nbs/payload/102_pickling.ipynb #057b66da
 class _Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
@@ -295,36 +298,16 @@ def load(
     device=None, # The device of tensors that were on a GPU; None: the CPU
     back=False,  # Tensors that this process has sent from a GPU go to that GPU instead
     refs=(),     # This process's objects for the `refs` of `dump`, in the same order
-    # On a rank: the namespace in which functions of cells look up names that weren't pickled. None:
-    # this is the notebook, and classes that it has sent stay as they are
+    # The namespace in which functions of cells look up names that weren't pickled. None: this is
+    # the notebook, and classes that it has sent stay as they are
     home=None,
-    # If True, define classes and functions of cells in `home`, where a name is free: plain pickle,
-    # such as that of a `DataLoader` with processes, looks for them in `__main__`
-    define=False,
+    define=False, # If True, define classes and functions of cells in `home`, where a name is free
     keep_classes=False # If True, all classes that `__main__` has stay as they are
 ):
     "Return the object of a `Payload`"
     with _no_collection():
         cells = _CellLoader(home, define, keep_classes)
         return _Unpickler(meta, buffers, device, back, refs, cells).load()
-
-# %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
-_LEAST_IMPORT = .01     # seconds of processor time
-imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
-
-def _noting_import(module, find):
-    "Return `find()`; add it to `imports` if that imported modules for a while"
-    n_before = len(sys.modules)
-    began = time.process_time()
-    found = find()
-    seconds = time.process_time()-began
-    if seconds >= _LEAST_IMPORT and (new := [*sys.modules][n_before:]):
-        imports.append((module, seconds, tuple(new)))
-    return found
-
-def _subimport(module):
-    "As `cloudpickle.subimport`, which imports the module that a cell refers to"
-    return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
 class Definitions(list):
@@ -388,11 +371,16 @@ def _making(code, n_read):
             args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
             earlier = next((o for o in args if isinstance(o, Unloaded)), None)
             self.stack[n:] = [earlier or Unloaded(e)]
+            if len(args) > 1: self.failed_call = self.stack[-1],args[1]     # behind the function
     return run
 
 def _changing(code):
     "Return the method for an instruction that changes the object below what it takes"
     def run(self):
+        # the state of an object that couldn't be made isn't that of the `Unloaded`
+        if code == pickle.BUILD[0] and isinstance(self.stack[-2], Unloaded):
+            self.stack.pop()
+            return
         try: pickle._Unpickler.dispatch[code](self)
         except Exception as e:
             self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
@@ -406,6 +394,8 @@ class _Partly(pickle._Unpickler):
         super().__init__(io.BytesIO(meta), buffers=buffers)
         self._refs = {id(o):o for o in refs}
         self.broken = {}        # id -> `(object, exception)`: objects that lack contents
+        # the last `Unloaded` that a call was replaced by, and the call's first argument
+        self.failed_call = object(),None
         exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False, True))
         self.find_class = exact.find_class
         self.persistent_load = exact.persistent_load
@@ -425,7 +415,15 @@ class _Partly(pickle._Unpickler):
             if not isinstance(part, type): todo += parts_of(part, most=math.inf)
         return o
 
+def _pop(self):
+    """Drop the result of a call. pickle makes such a call to set the state of the first argument:
+    if it has failed, that object is broken"""
+    unloaded,o = self.failed_call
+    if self.stack and self.stack[-1] is unloaded: self.broken[id(o)] = o,unloaded.error
+    self.load_pop()
+
 _Partly.dispatch = dict(pickle._Unpickler.dispatch)
+_Partly.dispatch[pickle.POP[0]] = _pop
 # besides the objects on the stack, 'c' reads two names from the stream
 for code,n_read in ((pickle.REDUCE,2), (pickle.NEWOBJ,2), (pickle.NEWOBJ_EX,3),
                     (pickle.STACK_GLOBAL,2), (pickle.GLOBAL,0)):

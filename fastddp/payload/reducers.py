@@ -44,6 +44,7 @@ from ..base.device import OutOfMemory
 #   canonical(storage)  the first storage object that was met at that memory
 #   definitions         a list of the functions and classes that were pickled by value
 #   named               a list of those and of modules that were pickled by name
+#   to_notebook         True on a rank that pickles a result, False in the notebook
 @singledispatch
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
@@ -90,7 +91,7 @@ def load_typed_storage(storage, dtype):
 #     'cpu'       of the CPU
 #     'cuda:1'    of that GPU in the process that pickled it first, the notebook's
 #     'cuda'      of a rank's GPU, where a tensor was made: the notebook loads it on the GPU of the
-#                 learner (`Pickler.names_gpus` is False on ranks)
+#                 learner (`Pickler.to_notebook` is True on ranks)
 _noted_devices = weakref.WeakKeyDictionary()    # storage -> one of these texts
 
 @reduces(torch.UntypedStorage)
@@ -98,7 +99,7 @@ def _(storage, pickler):
     "Pickle the bytes of a storage as a buffer, together with its device as text, see above"
     kind = storage.device.type
     on_cpu = storage if kind == 'cpu' else storage.cpu()
-    own = str(storage.device) if kind != 'cpu' and pickler.names_gpus else kind
+    own = str(storage.device) if kind != 'cpu' and not pickler.to_notebook else kind
     device = _noted_devices.get(storage, own)
     if not storage.nbytes(): return load_storage, (b'', device)
     # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well

@@ -29,7 +29,7 @@ def dump_or_blame(
 
 # %% ../../nbs/payload/111_sending.ipynb #b0612ae2
 def dump_with_patches(
-    obj, # A dict; if it has 'definitions', settings of libraries and own modules go along, too
+    obj, # A dict; if it has 'definitions', which are empty, settings go along, too
     roots, # As for `dump_or_blame`
     **kwargs # Passed on to `dump`
 ):
@@ -38,14 +38,12 @@ def dump_with_patches(
     roots = roots | patches.roots()
     if 'definitions' not in obj:
         return dump_or_blame(dict(patches=patches, **obj), roots, **kwargs)
-    # both look at what was pickled before them
     settings = Settings()
     obj = dict(patches=patches, **obj, settings=settings)
     obj['definitions'] = obj.pop('definitions')
     try: return dump(obj, **kwargs)
     except KeyboardInterrupt: raise
-    # checking each variable of own modules takes a second dump of it
-    except BaseException: settings.checks = True
+    except BaseException: settings.checks = True        # of own modules, each variable by itself
     return dump_or_blame(obj, roots, **kwargs)
 
 # %% ../../nbs/payload/111_sending.ipynb #54d40390

@@ -13,31 +13,21 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
+from .models import load_script
 from .pickling import Pickler, dump, load
 from .reducers import load_storage
 
 # %% ../../nbs/payload/106_state.ipynb #8dca0d2b
-# Pairs of functions: one gets a state in a worker, and the other sets it in the notebook, or the
-# other way round. No function here is a collective, and none needs fastai. The sections:
+# The sections, and their pairs of functions:
 #
 #     copies                  private_copy, picklable_attrs, deep_copy
-#     the model               model_tensors, model_grads     set_model_state, set_grads
+#     the model               model_state, model_grads       set_model_state, set_grads
+#     any parameters          param_grads                    set_param_grads
 #     the optimizer           opt_state                      set_opt_state
 #     its other attributes    opt_attrs                      the caller: `vars(o).update(attrs)`
 #     hooks                   get_hooks                      set_hooks
 #     tensors that grow                                      own_memory
-#
-# The callers are `fastai2.snapshot` and `fastai1.snapshot`. They pickle at once what a getter
-# returns: its tensors are those of the model and the optimizer, not copies. A setter copies values
-# into the tensors that are there, on their device: other variables may refer to them.
-#
-# Used here:
-#   dump(obj, refs)             a `Payload`; raises any exception if `obj` can't be pickled
-#   load(meta, buffers, refs)   the object; its tensors lie in `buffers`
-#   Pickler.reducer_override    is called for each object that isn't of a basic type; returns what
-#                               `__reduce__` would: a function and its arguments
 
-# Copies
 def private_copy(
     meta,       # The pickle of a `Payload`
     buffers     # Its buffers, in shared memory that the next job writes to
@@ -64,14 +54,12 @@ def deep_copy(
     device=None # The device of copied tensors that are on a GPU; None: the CPU
 ):
     "Return a copy of `obj`"
-    # id -> function, class or module. It is the first of `refs`, so `load` gets this very dict, and
-    # the copy has the originals
-    by_id = {}
+    by_id = {}      # id -> function, class or module
     class Copier(Pickler):
         def reducer_override(self, o):
             is_shared = isinstance(o, (types.FunctionType,types.ModuleType,type))
-            # by its name, as `load` replaces it
-            if not is_shared or o is load_storage:
+            # these are pickled by their names, by which `load` gives them the device
+            if not is_shared or o in (load_storage, load_script):
                 return super().reducer_override(o)
             by_id[id(o)] = o
             return operator.getitem, (by_id, id(o))
@@ -85,7 +73,8 @@ def model_tensors(model):
     "Return `{name: tensor}` of all parameters and buffers"
     return dict(model.named_parameters()) | dict(model.named_buffers())
 
-def model_grads(model,
+def param_grads(
+    named, # `(name, parameter)` pairs
     # If False, return no gradients, only zeros: the gradients belong to a step that is done or was
     # interrupted
     accumulated=True
@@ -93,16 +82,20 @@ def model_grads(model,
     """Return `{name: gradient}` of the parameters that have one; None stands for zeros. Those are
     not the same as no gradient: fastai goes on decaying such a parameter when it is frozen"""
     return {k:p.grad if accumulated and p.grad.any() else None
-            for k,p in model.named_parameters() if p.grad is not None}
+            for k,p in named if p.grad is not None}
 
-def set_grads(model,
-    grads # What `model_grads` returned
+def set_param_grads(
+    named, # `(name, parameter)` pairs
+    grads  # What `param_grads` returned
 ):
     "Set the gradient of each parameter, to None if `grads` doesn't have the parameter"
-    for k,p in model.named_parameters():
+    for k,p in named:
         g = grads.get(k)
         if g is not None: p.grad = g.clone().to(p.device)
         else: p.grad = torch.zeros_like(p) if k in grads else None
+
+def model_grads(model, accumulated=True): return param_grads(model.named_parameters(), accumulated)
+def set_grads(model, grads): set_param_grads(model.named_parameters(), grads)
 
 def overwrite_tensor(old, new):
     """Copy the values of `new` into `old`, which keeps its device and type, and gets new memory if
@@ -110,10 +103,18 @@ def overwrite_tensor(old, new):
     if old.shape == new.shape: old.data.copy_(new)
     else: old.data = new.data.to(old.device, old.dtype, copy=True)
 
+# %% ../../nbs/payload/106_state.ipynb #5b1f0a33
+def model_state(model,
+    weights=True # False: only what a validation may change, which excludes all tensors
+):
+    "Return the state of a model as a dict, for `set_model_state`"
+    tensors = {k:t.detach() for k,t in model_tensors(model).items()} if weights else {}
+    return dict(tensors=tensors, requires_grad=[p.requires_grad for p in model.parameters()],
+                training=[m.training for m in model.modules()])
+
 def set_model_state(
     model,
-    # 'tensors': `{name: tensor}`; 'requires_grad': a bool per parameter and 'training': a bool per
-    # module, in the model's order
+    # What `model_state` returned: the tensors by name, a bool per parameter and a bool per module
     state
 ):
     "Set tensors, `requires_grad` and `training` of a model in place"
@@ -124,9 +125,6 @@ def set_model_state(
     for module,training in zip(model.modules(), state['training']): module.training = training
 
 # %% ../../nbs/payload/106_state.ipynb #e5832084
-# The optimizer. fastai's own has `state`, `{parameter: its state}`, and `hypers`, a dict for each
-# parameter group. An `OptimWrapper` has a `state`, too, and contains an optimizer of torch, `opt`,
-# with `state` and `param_groups`. Both have `param_lists`, parameters by group, and `frozen_idx`
 def _params(opt): return [p for group in opt.param_lists for p in group]
 
 def _torch_opt(opt):
@@ -181,13 +179,13 @@ def set_opt_state(opt, states, hypers, frozen_idx):
     move_opt_state(opt)
 
 # %% ../../nbs/payload/106_state.ipynb #a5075f7f
-# Other attributes of the optimizer, and its tensors on another device
-
 # Attributes with the hooks of a torch optimizer
 OPT_HOOKS = [f'_optimizer_{k}_{at}_hooks' for k in ('step','state_dict','load_state_dict')
              for at in ('pre','post')]
 
-# Attributes of optimizers that other functions send, or that are not sent at all
+# Attributes of optimizers that `opt_state` and `get_hooks` send, or that aren't sent at all: what
+# the optimizer refers to. fastai 2 leaves them out of `payload.changes`, too. fastai 1 doesn't call
+# `opt_state`: there the changes have them
 UNTRACKED_OPT_ATTRS = {'state','hypers','param_lists','param_groups','defaults','opt','cbs','step',
                        'frozen_idx',*OPT_HOOKS}
 
@@ -200,10 +198,11 @@ def opt_and_wrapped(opt):
     return res
 
 def opt_attrs(opt):
-    "Return a dict of the other attributes of each of these optimizers; torch doesn't pickle them"
+    "Return a list: for each of `opt_and_wrapped` a dict of its other attributes"
     return [{k:v for k,v in vars(o).items() if k not in UNTRACKED_OPT_ATTRS}
             for o in opt_and_wrapped(opt)]
 
+# %% ../../nbs/payload/106_state.ipynb #5b1f0a37
 def _tensors_in(v):
     if isinstance(v, (list,tuple,L)): return [t for o in v for t in _tensors_in(o)]
     return [v] if isinstance(v, torch.Tensor) and not isinstance(v, nn.Parameter) else []

@@ -381,6 +381,33 @@ def test_gradients_that_accumulation_left_travel_both_ways(two):
     assert largest(grads(learn), grads(one)) < 1e-6
 
 
+class WithWeights(nn.Module):
+    "A loss with weights"
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(3))
+    def forward(self, pred, y): return nn.functional.cross_entropy(pred*self.scale, y)
+
+
+def test_gradients_of_a_loss_that_accumulation_left(two):
+    "They are averaged, and travel both ways, as those of the model"
+    learn = learner(cbs=GradientAccumulation(16), loss_func=WithWeights())
+    one = alone_like(learn, 2)
+    for o in learn, one: o.splitter = lambda m, loss=o.loss_func: [[*m.parameters(), *loss.parameters()]]
+    seed(1)
+    with learn.distrib_ctx(nprocs=2, launcher=two):
+        learn.fit(1)
+        first = learn.loss_func.scale.grad.clone()
+        learn.fit(1)
+    seed(1)
+    one.fit(1)
+    assert largest([first], [one.loss_func.scale.grad]) < 1e-6 < float(first.abs().max())
+    one.fit(1)
+    assert_same(learn, one)
+    assert largest([learn.loss_func.scale], [one.loss_func.scale]) < 1e-5
+    assert largest([learn.loss_func.scale.grad], [one.loss_func.scale.grad]) < 1e-6
+
+
 class FreezesLate(Callback):
     "Trains all in the first epoch, then only the last layer"
     def before_epoch(self): self.learn.unfreeze() if self.epoch == 0 else self.learn.freeze()

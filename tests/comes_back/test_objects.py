@@ -238,6 +238,42 @@ def test_what_hangs_deep_in_a_callback(two):
     assert learn.reports.tensors['a'][0] is tensor and tensor.tolist() == [4, 4]
 
 
+def test_a_result_that_a_layer_holds_too(two):
+    "What a layer alone holds may be a cache and stays; here the learner holds it as well, deeper"
+    class Keeps(Callback):
+        def after_epoch(self): self.learn.notes['epochs'][0].append(torch.ones(2)*self.epoch)
+    learn = learner(cbs=Keeps())
+    learn.model[0].kept = kept = []
+    learn.notes = dict(epochs=[kept])
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert learn.model[0].kept is kept and learn.notes['epochs'][0] is kept
+    assert [t.tolist() for t in kept] == [[0, 0], [1, 1]]
+
+
+class Items:
+    "A data set whose attributes are in slots"
+    __slots__ = 'pairs', 'level', 'seen'
+    def __init__(self, pairs): self.pairs, self.level, self.seen = pairs, 0, []
+    def __len__(self): return len(self.pairs)
+    def __getitem__(self, i): return self.pairs[i]
+
+
+def test_a_data_set_with_slots(two):
+    class Raises(Callback):
+        def after_epoch(self):
+            ds = self.learn.dls.train_ds
+            ds.level += 1
+            ds.seen.append(self.epoch)
+    ds = []
+    def data(n, s=0):
+        ds.append(Items(items(n, s=s)))
+        return ds[-1]
+    learn = learner(data=data, cbs=Raises())
+    seen = ds[0].seen
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert learn.dls.train_ds is ds[0] and (ds[0].level, ds[0].seen) == (2, [0, 1]) and ds[0].seen is seen
+
+
 def test_what_a_fit_replaces_is_replaced(two):
     "A variable of the notebook keeps the old object, as after a fit in one process"
     class Renews(Callback):
@@ -360,6 +396,43 @@ def test_what_cannot_be_loaded_is_named_and_the_rest_is_there(two):
         learn.distrib_fit(2, nprocs=2, launcher=two)
     assert makes.a == z == kept == [0, 1] and makes.z is z and makes.o is None and makes.deep['kept'] is kept
     assert len(learn.recorder.values) == 2 and (learn.tight.n, learn.tight.rows, learn.tight.o.n) == (2, [1, 2], 2)
+
+
+class AddsMade(Callback):
+    "Adds a callback that can't be loaded in the notebook, and one that can"
+    def after_fit(self): self.learn.add_cbs([HoldsMade(), Tight()])
+
+
+class HoldsMade(Callback):
+    def __init__(self): self.o = OnlyThere()
+
+
+def test_an_added_callback_that_cannot_be_loaded_costs_nothing_else(two):
+    learn = learner(cbs=AddsMade())
+    with pytest.warns(UserWarning, match="learn.cbs .OSError: made in another process. can't be loaded here"):
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert hasattr(learn, 'tight') and not hasattr(learn, 'holds_made')
+    assert len(learn.recorder.values) == 1 and all(isinstance(o, Callback) for o in learn.cbs)
+
+
+class GrowsOnlyThere(Callback):
+    "Gives the model a layer that can't be loaded in the notebook"
+    run_valid = False
+    def after_fit(self):
+        layer = nn.Linear(1, 1)
+        layer.o = OnlyThere()
+        self.learn.model.append(layer)
+
+
+def test_layers_that_cannot_be_loaded_leave_the_learner_as_it_was(two):
+    learn = learner(cbs=GrowsOnlyThere())
+    model, n, before = learn.model, len(learn.model), [p.detach().clone() for p in learn.model.parameters()]
+    with pytest.warns(UserWarning, match='the model got .*can.t be loaded here; the learner is as before the fit'):
+        learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert learn.model is model and len(model) == n
+    for a, b in zip(before, model.parameters(), strict=True): assert torch.equal(a, b)
+    learn.remove_cbs(learn.grows_only_there)
+    learn.fit(1)
 
 
 class Stubborn(Callback):

@@ -52,12 +52,16 @@ def still_there(procs, seconds=180):
     return [o for o in alive if o.status() != psutil.STATUS_ZOMBIE]
 
 
+def folders(): return {*Path(os.environ['TMPDIR']).glob('fastddp-*')}
+
+
 SWEEP = 'from fastddp.process.helper import sweep; sweep()'
 
 
 def test_killed_notebook_leaves_no_process(tmp_path):
     "kill -9: nobody can clean up, so workers and helper notice by themselves; the fit would go on for an hour"
     decoy = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)', 'fastddp-0'])
+    before = folders()      # this process may have a helper of its own
     p = start(script(tmp_path))
     try:
         wait_for(tmp_path/'done1', p)
@@ -73,7 +77,7 @@ def test_killed_notebook_leaves_no_process(tmp_path):
             o.wait()
         p.stdout.close()
     subprocess.run([sys.executable, '-c', SWEEP], check=True)
-    assert [*Path(os.environ['TMPDIR']).glob('fastddp-*')] == [], 'the next start removes their folder'
+    assert folders() <= before, 'the next start removes their folder'
 
 
 @pytest.mark.full

@@ -505,14 +505,20 @@ def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch
     assert tries == [600., 700., 1300.]
 
 
-def test_a_checkpoint_of_a_complete_fit(two, tmp_path, capsys):
-    "Nothing is left to train, and a line says so"
-    whole, new = learner(path=tmp_path), learner(path=tmp_path)
+class NotesEnds(Callback):
+    ends = 0
+    def after_fit(self): self.ends += 1
+
+
+def test_a_checkpoint_of_the_last_epoch(two, tmp_path, capsys):
+    "No epoch is left to train, and a line says so. The checkpoint is from before `after_fit`, which runs"
+    whole, new = [learner(path=tmp_path, cbs=[NotesEnds()]) for _ in range(2)]
     whole.distrib_fit(2, checkpoint='epoch', **two)
     capsys.readouterr()
     new.distrib_resume('distrib')
-    assert 'This fit is complete (2 epochs): nothing is left to train.' in capsys.readouterr().out.splitlines()
-    assert same(weights(new), weights(whole)) and len(values(new)) == 2
+    line = 'All epochs of this fit are trained (2 epochs): the workers only run after_fit of its callbacks.'
+    assert line in capsys.readouterr().out.splitlines()
+    assert same(weights(new), weights(whole)) and len(values(new)) == 2 and new.notes_ends.ends == 1
 
 
 def test_two_fits_that_write_to_one_file(two, tmp_path):

@@ -65,7 +65,13 @@ def test_the_next_call_finds_it_imported(module):
     here, report = imported_in_worker(lib)
     assert not here and 'lib_slow' not in report and '  import ' not in report
     assert not helper._next and lib.__name__ in helper.ensure_helper().libraries
-    # another library
+
+
+@pytest.mark.full
+def test_another_library_comes_beside_the_first(module):
+    lib = module('lib_slow')
+    assert imported_by_workers(lib.here)
+    wait_for_next()
     other = module('lib_slow_too')
     assert imported_by_workers(other.here)
     wait_for_next()
@@ -105,7 +111,8 @@ if threading.active_count() == 1 and os.getpid() != %d: os._exit(3)       # a wo
 """ % os.getpid()
 
 
-@pytest.mark.parametrize('more', [THREAD, pytest.param(ENDS_HELPER, marks=pytest.mark.full)], ids=['thread', 'ends'])
+@pytest.mark.full
+@pytest.mark.parametrize('more', [THREAD, ENDS_HELPER], ids=['thread', 'ends'])
 def test_a_library_after_which_workers_cannot_be_forked(module, more):
     lib = module('lib_refused', more)
     helper.ensure_helper()

@@ -116,7 +116,7 @@ def rank_that_leaves(n, at, valid):
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):

@@ -86,6 +86,36 @@ def test_weights_that_drift_become_rank_0s_with_one_warning(case, two, capfd):
     assert said.count('drifted apart') == 1 and f'the end of epoch 0 {which}' in said, said
 
 
+class Scaled(nn.Module):
+    "A loss with a weight"
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+    def forward(self, pred, y): return nn.functional.cross_entropy(pred*self.scale, y)
+
+
+class NoiseBeside(Callback):
+    "Noise on the loss's weight and on a weight of its own, which the optimizer trains"
+    def __init__(self): self.own = nn.Parameter(torch.ones(1))
+    def after_pred(self): self.learn.pred = self.pred+self.own
+    def after_step(self):
+        for p in (self.learn.loss_func.scale, self.own): p.data.add_(torch.randn_like(p)*.01)
+
+
+class WeightsBeside(Collect):
+    def before_validate(self): self.note(self.learn.loss_func.scale, self.learn.noise_beside.own)
+
+
+def test_weights_beside_the_model_that_drift(two, capfd):
+    "Those of a loss and of a callback"
+    loss, noise, notes = Scaled(), NoiseBeside(), WeightsBeside()
+    learn = learner(loss_func=loss, cbs=noise, splitter=lambda m: [[*m.parameters(), loss.scale, noise.own]])
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=notes)
+    assert_ranks_alike(notes.ranks)
+    said = ' '.join(capfd.readouterr().err.split())
+    assert said.count('drifted apart') == 1 and '(loss_func.scale, opt.1)' in said, said
+
+
 def test_ranks_that_stay_together_are_not_warned_of(two, capfd):
     learn, notes = learner(cbs=Weights()), None
     learn.distrib_fit(2, nprocs=2, launcher=two)

@@ -23,6 +23,7 @@ def a_shell():
         InteractiveShell.clear_instance()
 
 
+@pytest.mark.full
 @on_gpus()
 def test_cells_on_all_gpus():
     with a_shell() as run:

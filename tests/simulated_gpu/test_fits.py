@@ -32,7 +32,7 @@ def made(kind, bs, device):
     return learner(bs, device=device, **kwargs)
 
 
-@pytest.mark.parametrize('kind', long_but(KINDS, 'adam', 'weights'))
+@pytest.mark.parametrize('kind', long_but(KINDS, 'weights'))
 @pytest.mark.parametrize('home', long_but(['gpu', 'cpu'], 'gpu'))
 @pytest.mark.parametrize('n', long_but([2, 3], 3))
 @on_gpus()
@@ -135,7 +135,7 @@ class Ends(Callback):
 ENDS = dict(error=RankRaised, full=RankRaised, kill=RankDied, stop=KeyboardInterrupt)
 
 
-@pytest.mark.parametrize('how', long_but(ENDS, 'full', 'kill'))
+@pytest.mark.parametrize('how', long_but(ENDS, 'full'))
 @on_gpus()
 def test_a_fit_that_ends_early_leaves_no_memory_and_the_next_one_works(how):
     import simulated_gpu.device as device
@@ -189,6 +189,7 @@ def test_a_step_waits_for_the_gpu_no_more_often_than_fastais():
 
 # What isn't a fit
 
+@pytest.mark.full
 @on_gpus()
 def test_predictions_validations_and_lr_find(tmp_path):
     learn = learner(device=gpu(1), path=tmp_path)

@@ -1,10 +1,13 @@
 """Interrupt, failure and what is left: fastai v1 has the same launch and process, a few tests prove it."""
 import os, signal, subprocess, sys
 from pathlib import Path as P
+from unittest import mock
 import numpy as np, pandas as pd, pytest, torch
 from learners_v1 import *
 from fastai.callbacks import CSVLogger
 from fastddp.all import InProcess, RankDied, RankRaised
+from fastddp.base.errors import CantDistribute
+from fastddp.launch.engine import Launcher
 
 
 class At(LearnerCallback):
@@ -85,6 +88,10 @@ def test_restarts(tmp_path, capsys):
     lost, c, _ = train('lost', 2, restarts=1)
     assert len(lost.recorder.val_losses) == 1 and lost.recorder.val_losses[0] == calm.recorder.val_losses[0]
     assert c.seen == list(range(6))
+    # a restart is left, and no machine for it
+    with mock.patch.object(Launcher, 'place_after_failure', side_effect=CantDistribute('No machine is left.')):
+        left, *_ = train('left', 1, restarts=1)
+    assert left.recorder.val_losses == lost.recorder.val_losses
 
 
 @pytest.mark.parametrize('what', ['interrupt', 'kernel'])
