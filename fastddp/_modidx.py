@@ -827,6 +827,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.check._no_callbacks': ( 'fastai2/check.html#_no_callbacks',
                                                                                 'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._no_dropout': ('fastai2/check.html#_no_dropout', 'fastddp/fastai2/check.py'),
+                                       'fastddp.fastai2.check._not_finite': ('fastai2/check.html#_not_finite', 'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._order': ('fastai2/check.html#_order', 'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._put_back_objects': ( 'fastai2/check.html#_put_back_objects',
                                                                                     'fastddp/fastai2/check.py'),

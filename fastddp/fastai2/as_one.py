@@ -124,6 +124,8 @@ def _call_unreduced(cb, event_name):
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #df8501c3
 # What fastddp does at the events of a fit. With *: a collective. All ranks run the same events.
+# Of `fit.step`, `start_train` * prepares DDP, `wrapped` has each backward pass of torch's be a call
+# of ours, and `enter_event` and `leave_event` give the learner the user's loss function in events.
 #
 #   before_epoch      data           seeds each rank's random streams
 #   before_train      data           shards a loader that isn't sharded
@@ -162,8 +164,8 @@ def _event_dispatcher(learn, fit):
 def _close(fit):
     """End what an exception may have left open: it may have ended the fit on this rank alone, in
     the middle of a batch or a phase. So there is no collective here"""
-    fit.step.close()
-    fit.step.overlapped.close()
+    fit.step.close()                # the batch
+    fit.step.overlapped.close()     # DDP: its hooks on the parameters
     fit.together.clock.exchange_secs = (fit.step.passes.exchange_secs
                                         + fit.step.overlapped.exchange_secs)
     fit.metrics.end_phase()
@@ -270,9 +272,10 @@ def load(learn, fit,
     # also if it failed, perhaps after some of the weights: the user's callback may go on
     model_from_rank0(learn)
     opt_from_rank0(learn)
-    name,text = group.from_rank0((type(failure).__name__, str(failure)))
+    # of rank 0, whose exception is perhaps of a class that others can't load
+    failed = group.from_rank0(failure and (type(failure).__name__, str(failure)))
     if failure: raise failure
-    if name != 'NoneType': raise _like(name, text)
+    if failed: raise _like(*failed)
     return learn
 
 def _like(name, text):

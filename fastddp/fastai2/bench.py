@@ -101,6 +101,7 @@ def _measure(learn, n, pace):
     num_workers = workers_per_rank(getattr(dl, 'fake_l', dl).num_workers, n)
     streams = CommonRNG.capture()
     try:
+        # workers of its own: none has memory that another choice has taken
         with suppress_lines(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
     except RankRaised as e:
         # the traceback may have these words, too, in a line of code
@@ -137,6 +138,7 @@ def distrib_bench(self:Learner,
             if b is not None:
                 dl.bs = b
                 if is_lm(dl): lay_out(dl)
+            # torch's settings of a fastai loader are in `fake_l`
             if w is not None: dl.fake_l.num_workers = w
         res.append(_measure(learn, n, Pace(steps, seconds)))
     return res

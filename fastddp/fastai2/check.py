@@ -65,13 +65,13 @@ class Reason(NamedTuple):
 class Row(NamedTuple):
     "One line of an `Answer`"
     what:str        # What was compared
-    largest:float   # The largest difference, relative to size; infinite: shapes or NaNs differ
+    largest:float   # The largest difference, relative to size; infinite: see `__str__`
     tolerance:float # Up to here, a difference counts as rounding
     @property
     def same(self): return self.largest <= self.tolerance
     def __str__(self):
         if self.same: return f"{self.what}: same"
-        if self.largest == float('inf'): return f"{self.what}: shapes or NaNs differ"
+        if self.largest == float('inf'): return f"{self.what}: shapes, NaNs or infinities differ"
         return f"{self.what}: {100*self.largest:.3g} % apart"
 
 class Answer(list):
@@ -131,11 +131,16 @@ def _difference(a, b, # Numbers, or nested lists of numbers
 ):
     "Return the largest difference of two numbers in the same position, relative to their size."
     a,b = (torch.as_tensor(o, dtype=torch.float64) for o in (a,b))
-    if a.shape != b.shape or not torch.equal(a.isnan(), b.isnan()): return float('inf')
-    a,b = a.nan_to_num(),b.nan_to_num()
+    # NaNs and infinite numbers must be in the same positions; all others are compared
+    if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)): return float('inf')
+    a,b = (o.nan_to_num(posinf=0., neginf=0.) for o in (a,b))
     if not a.numel() or torch.equal(a, b): return 0.
     size = torch.maximum(a.abs(), b.abs())
     return ((a-b).abs()/(size.clamp(min=1e-3) if each else size.max())).max().item()
+
+def _not_finite(t):
+    "Return a tensor with a number for each kind of element that isn't finite, and 0 for the others"
+    return t.masked_fill(t.isfinite(), 0.).nan_to_num(nan=2., posinf=1., neginf=-1.)
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
 def _weights(learn):

@@ -24,8 +24,11 @@ from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
 # Used here:
+#   fit.common                  random streams with the same state on all ranks
 #   fit.data.shard(dl, train=False)   -> a loader of this rank's whole batches, whose order is drawn
 #                               from `fit.common`
+#   fit.together.run_batches(loop)   calls `loop()`; at its end the ranks vote
+#   fit.together.is_alone       True while a callback of rank 0 only acts
 #   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
 #   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
 #   dl_state, set_dl_state      what the next epoch of a user's loader depends on
@@ -166,7 +169,7 @@ def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     here,_ = why_one_process(learn, dl, n)
     if here: return True
-    losses = fit.losses
+    losses = fit.losses     # whether a loss of any rank, or of this one, has a state
     if not (losses.is_stateful or losses.is_stateful_here): return False
     losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
     return True

@@ -41,6 +41,10 @@ from ..shard.gradients import DDP_CHECKS
 #                       launcher's group it is `in_place()`; else it opens a launcher and sets the
 #                       methods that `overrides(launcher, n, gpus)` returns. If one process is to
 #                       train, it sets none
+#   with_loaders        context manager in which `learn.dls` has `loaders`, also an object of
+#                       another library's
+#   claimed_file        context manager of a block that writes checkpoints: no other one writes to
+#                       the same file
 #   Session             its `fit` and `validate` send calls to the workers; `on_epoch` functions are
 #                       called in the notebook when an epoch's state has arrived
 #   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
