@@ -40,21 +40,6 @@ from ..shard.torch_loader import (
 #   track_changes   notes a clone's attributes; `Sharded` copies later changes to the user's loader
 #   one_iteration   makes the `Epoch` of a loop; `note_step` counts its next `Step`
 #   CommonRNG       `with common:` installs the random streams that all ranks have in common
-#
-# From a user's loader to each rank's shard, and back:
-#
-#     check_dl      in the notebook, refuses a loader that can't be sharded: `why_not`
-#     shard_dl      on each rank, makes its loader: a `ShardedDL` for fastai's loaders, a
-#                   `ShardedTorch` for torch's, an `Undivided` for a single rank
-#     dl_state      on rank 0, after each epoch, returns what the original's next epoch depends on
-#     set_dl_state  in the notebook, gives that to the user's loader
-#
-# Ranks use the last two as well: to take rank 0's order (`inference.order_from_rank0`), and to undo
-# what another loop over a loader has drawn (`callbacks.kept_streams`).
-#
-# The shards of all ranks fit together because each rank draws the order of an epoch by itself, of
-# the same loader, from the common random streams. So all ranks must draw the same numbers from
-# these. Whether the orders are alike is compared when an epoch begins (`Together.agree_on_order`).
 
 # 1. Loaders whose batches continue each other
 
