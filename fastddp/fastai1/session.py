@@ -10,7 +10,7 @@ import functools, math
 
 from fastai import basic_train
 from fastai.callback import Callback, CallbackHandler
-from fastcore.basics import store_attr
+from fastcore.basics import patch, store_attr
 
 from ..base.checks import Check, check, whole
 from ..base.scoped import with_attrs
@@ -21,19 +21,6 @@ from ..launch.session import Call, Session as _Session, refuse_untrainable
 from ..launch.training import finds_lr
 
 # %% ../../nbs/fastai1/806_session.ipynb #2629bb65
-# Used here; all of it is called in the notebook, but for the jobs:
-#   Call            base: its `run` calls `snapshot`, has all workers run the job, and calls `apply`
-#                   with rank 0's state. After a failed fit `apply_failed='last'` has it apply the
-#                   last complete epoch; without it nothing is applied
-#   definitions     of `Call`: `snapshot` adds the functions and classes of cells that it sends, and
-#                   `apply` sets their variables
-#   train(call)     of the base `Session`: runs a fit, again after failures, with lines before and
-#                   after it. It calls `global_batch` and `quiet`, and `check` before a further try
-#   showing_lines   of the base: a context around a call; refuses those of other threads
-#   columns         of the base: what the snapshots of one block share, to be faster
-#   fit_job, infer_job    run on each worker with the snapshot's dict, which includes `job_args`
-#   check_v1(...)   raises `CantShard`, which names the loader
-
 # A fit in a block, from the method of the learner to its result. A validation goes the same way:
 #
 #     notebook   learn.fit(...)            in the block a method of `Session.overrides`
@@ -66,7 +53,6 @@ _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
 class Session(_Session):
     """A `distrib_ctx` block of a fastai v1 learner, in the notebook. `fit` and `validate` have the
     parameters of the functions in `basic_train`, which they replace"""
-    # What the base class asks for
     def check(self):
         "Refuse a model or a loader that can't be trained on the workers"
         refuse_untrainable(self.learn.model)
@@ -76,61 +62,71 @@ class Session(_Session):
         return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return self.learn.silent
 
-    # Calls on the workers
-    def fit(self, epochs, learn, callbacks=None, metrics=None):
-        "Fit on the workers; afterwards the learner is as after a local fit"
-        check('epochs', epochs, whole("the number of epochs, a whole number", 0))
-        callbacks = list(callbacks or [])
-        for cb in callbacks: check('callbacks', cb, _CALLBACK)
-        self.check()
-        job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
-        call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
-                           counts_steps=finds_lr(callbacks))
-        self.train(call)
-    def _enough_epochs(self, epochs, callbacks):
-        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
-        with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
-        for cb in callbacks:
-            if finds_lr([cb]):
-                _,steps = self.global_batch()
-                epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
-        return epochs
-    def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
-                 n_batch=None):
-        "Validate on the workers; returns what `basic_train.validate` returns"
-        # Nothing is refused: each worker goes over all of a loader that can't be sharded
-        handler = cb_handler or CallbackHandler()
-        infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
-        call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
-                           dict(handler=handler, infer=infer))
-        with self.showing_lines(call):
-            outcome = call.run()
-            # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
-            if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
-                raise KeyboardInterrupt
-        return outcome.results[0][0]
+# %% ../../nbs/fastai1/806_session.ipynb #11822bc9
+@patch
+def fit(self:Session, epochs, learn, callbacks=None, metrics=None):
+    "Fit on the workers; afterwards the learner is as after a local fit"
+    check('epochs', epochs, whole("the number of epochs, a whole number", 0))
+    callbacks = list(callbacks or [])
+    for cb in callbacks: check('callbacks', cb, _CALLBACK)
+    self.check()
+    job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
+    call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
+                       counts_steps=finds_lr(callbacks))
+    self.train(call)
 
-    # How the learner gets here. Only during a call of this learner `basic_train` has this session's
-    # functions. They pass on calls for another learner or model, such as those of a callback
-    def overrides(self):
-        "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
-        return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
-    def _on_workers(self, name):
-        "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
-        method = getattr(type(self.learn), name)
-        @functools.wraps(method)
-        def call(*args, **kwargs):
-            with self._in_basic_train(): return method(self.learn, *args, **kwargs)
-        return call
-    def _in_basic_train(self):
-        """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
-        this learner and its model"""
-        fastai_fit = basic_train.fit
-        fastai_validate = basic_train.validate
-        def fit(epochs, learn, *args, **kwargs):
-            run = self.fit if learn is self.learn else fastai_fit
-            return run(epochs, learn, *args, **kwargs)
-        def validate(model, *args, **kwargs):
-            run = self.validate if model is self.learn.model else fastai_validate
-            return run(model, *args, **kwargs)
-        return with_attrs(basic_train, fit=fit, validate=validate)
+@patch
+def _enough_epochs(self:Session, epochs, callbacks):
+    """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
+    with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
+    for cb in callbacks:
+        if finds_lr([cb]):
+            _,steps = self.global_batch()
+            epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
+    return epochs
+
+# %% ../../nbs/fastai1/806_session.ipynb #74248ed4
+@patch
+def validate(self:Session, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
+             n_batch=None):
+    "Validate on the workers; returns what `basic_train.validate` returns"
+    # Nothing is refused: each worker goes over all of a loader that can't be sharded
+    handler = cb_handler or CallbackHandler()
+    infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
+    call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
+                       dict(handler=handler, infer=infer))
+    with self.showing_lines(call):
+        outcome = call.run()
+        # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
+        if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
+            raise KeyboardInterrupt
+    return outcome.results[0][0]
+
+# %% ../../nbs/fastai1/806_session.ipynb #8b6f723c
+@patch
+def overrides(self:Session):
+    "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
+    return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
+
+@patch
+def _on_workers(self:Session, name):
+    "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
+    method = getattr(type(self.learn), name)
+    @functools.wraps(method)
+    def call(*args, **kwargs):
+        with self._in_basic_train(): return method(self.learn, *args, **kwargs)
+    return call
+
+@patch
+def _in_basic_train(self:Session):
+    """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
+    this learner and its model"""
+    fastai_fit = basic_train.fit
+    fastai_validate = basic_train.validate
+    def fit(epochs, learn, *args, **kwargs):
+        run = self.fit if learn is self.learn else fastai_fit
+        return run(epochs, learn, *args, **kwargs)
+    def validate(model, *args, **kwargs):
+        run = self.validate if model is self.learn.model else fastai_validate
+        return run(model, *args, **kwargs)
+    return with_attrs(basic_train, fit=fit, validate=validate)

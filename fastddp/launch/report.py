@@ -9,6 +9,9 @@ __all__ = []
 import html, math, time
 from collections import Counter, defaultdict
 from typing import NamedTuple
+
+from fastcore.basics import patch
+
 from ..output.replay import several
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
@@ -289,74 +292,94 @@ class Report:
         for module,seconds,_ in imports:
             library = module.partition('.')[0]
             self.imports[library] = self.imports.get(library, 0.)+seconds
-    @property
-    def imported(self):
-        "The libraries that took long to import, as text"
-        least = sum(self.imports.values())/10
-        return ', '.join(k for k,secs in self.imports.items() if secs >= least)
-    @property
-    def cores(self):
-        "The number of CPU cores of all machines that the ranks run on"
-        return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
-    @property
-    def phases(self):
-        "As `phase_seconds`"
-        return phase_seconds(self.began, self.phase_ends)
-    @property
-    def total(self): return sum(self.phases.values())       # seconds
-    @property
-    def advice(self):
-        "What would make the call faster: at most three `Advice`, the one that saves most first"
-        first_batch_at = self.result.get('first_batch_at')
-        if not self.ranks or first_batch_at is None: return []
-        return advice_for(FitNumbers(self.total, first_batch_at-self.began, self.cores,
-                                     self.result['epochs'], self.result['steps'], self.ranks))
-    def bars(self):
-        "Return for each rank: kind of time -> seconds, in the order of `PARTS`"
-        res = []
-        for r in self.ranks:
-            secs = r['seconds'] | dict(waiting=sum(r['waits'].values()))
-            res.append({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0})
-        return res
-    def facts(self):
-        "Return phrases about bytes that were sent, memory, and the load of the cores"
-        res = [f"{format_bytes(self.sent_bytes)} sent to the workers"] if self.sent_bytes else []
-        if self.state_bytes: res.append(f"{format_bytes(self.state_bytes)} of state sent back")
-        if not self.ranks: return res
-        rank0_seconds = max(sum(self.bars()[0].values()), 1e-9)
-        busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in self.ranks)
-        if grads := self.ranks[0]['grads']:
-            res.append(f"{format_bytes(grads)} of gradients per step")
-        res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in self.ranks)}",
-                f"{busy_cores} cores busy per worker, of {self.cores}"]
-        if self.ranks[0]['on_gpu']:
-            res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in self.ranks)}")
-        return res
-    def to_dict(self):
-        "Return all of it as plain values, which `json` can write"
-        ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
-        return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.sent_bytes,
-                    state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
-    def headlines(self):
-        "Return what was called with its seconds, then the sentences of the advice"
-        first = f"{self.what or 'call'}: {self.total:.2f} s"
-        if secs := self.phases.get('import'):
-            first += f", of which each worker imported {self.imported} for {secs:.2f} s"
-        return [first, *(o.text for o in self.advice)]
-    def __repr__(self):
-        lines = self.headlines()
-        for phase,secs in self.phases.items():
-            lines.append(f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip())
-        for r,bar in enumerate(self.bars()):
-            parts = [f"{PARTS[k].meaning} {secs:.2f} s" for k,secs in bar.items()]
-            lines.append(f"  rank {r}: {', '.join(parts)}")
-        lines += [f"  {fact}" for fact in self.facts()]
-        return '\n'.join(lines)
-    def _repr_html_(self):
-        phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
-        text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
-        return ('<div style="max-width:720px;line-height:1.5">'
-                f'{"<br>".join(text)}{bars_html(self.bars())}</div>')
+
+# %% ../../nbs/launch/504_report.ipynb #45426222
+@patch(as_prop=True)
+def imported(self:Report):
+    "The libraries that took long to import, as text"
+    least = sum(self.imports.values())/10
+    return ', '.join(k for k,secs in self.imports.items() if secs >= least)
+
+@patch(as_prop=True)
+def cores(self:Report):
+    "The number of CPU cores of all machines that the ranks run on"
+    return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
+
+@patch(as_prop=True)
+def phases(self:Report):
+    "As `phase_seconds`"
+    return phase_seconds(self.began, self.phase_ends)
+
+@patch(as_prop=True)
+def total(self:Report): return sum(self.phases.values())       # seconds
+
+@patch(as_prop=True)
+def advice(self:Report):
+    "What would make the call faster: at most three `Advice`, the one that saves most first"
+    first_batch_at = self.result.get('first_batch_at')
+    if not self.ranks or first_batch_at is None: return []
+    return advice_for(FitNumbers(self.total, first_batch_at-self.began, self.cores,
+                                 self.result['epochs'], self.result['steps'], self.ranks))
+
+# %% ../../nbs/launch/504_report.ipynb #7b994f55
+@patch
+def bars(self:Report):
+    "Return for each rank: kind of time -> seconds, in the order of `PARTS`"
+    res = []
+    for r in self.ranks:
+        secs = r['seconds'] | dict(waiting=sum(r['waits'].values()))
+        res.append({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0})
+    return res
+
+@patch
+def facts(self:Report):
+    "Return phrases about bytes that were sent, memory, and the load of the cores"
+    res = [f"{format_bytes(self.sent_bytes)} sent to the workers"] if self.sent_bytes else []
+    if self.state_bytes: res.append(f"{format_bytes(self.state_bytes)} of state sent back")
+    if not self.ranks: return res
+    rank0_seconds = max(sum(self.bars()[0].values()), 1e-9)
+    busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in self.ranks)
+    if grads := self.ranks[0]['grads']:
+        res.append(f"{format_bytes(grads)} of gradients per step")
+    res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in self.ranks)}",
+            f"{busy_cores} cores busy per worker, of {self.cores}"]
+    if self.ranks[0]['on_gpu']:
+        res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in self.ranks)}")
+    return res
+
+# %% ../../nbs/launch/504_report.ipynb #9545c9c7
+@patch
+def to_dict(self:Report):
+    "Return all of it as plain values, which `json` can write"
+    ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
+    return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.sent_bytes,
+                state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
+
+@patch
+def headlines(self:Report):
+    "Return what was called with its seconds, then the sentences of the advice"
+    first = f"{self.what or 'call'}: {self.total:.2f} s"
+    if secs := self.phases.get('import'):
+        first += f", of which each worker imported {self.imported} for {secs:.2f} s"
+    return [first, *(o.text for o in self.advice)]
+
+@patch
+def __repr__(self:Report):
+    lines = self.headlines()
+    for phase,secs in self.phases.items():
+        lines.append(f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip())
+    for r,bar in enumerate(self.bars()):
+        parts = [f"{PARTS[k].meaning} {secs:.2f} s" for k,secs in bar.items()]
+        lines.append(f"  rank {r}: {', '.join(parts)}")
+    lines += [f"  {fact}" for fact in self.facts()]
+    return '\n'.join(lines)
+
+@patch
+def _repr_html_(self:Report):
+    phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
+    text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
+    return ('<div style="max-width:720px;line-height:1.5">'
+            f'{"<br>".join(text)}{bars_html(self.bars())}</div>')
 
 # %% ../../nbs/launch/504_report.ipynb #befec04e
 def banner_line(
