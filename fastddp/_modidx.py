@@ -3652,6 +3652,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Shard.agreed': ( 'shard/sharded.html#shard.agreed',
                                                                                'fastddp/shard/sharded.py'),
+                                       'fastddp.shard.sharded.Shard.n_steps': ( 'shard/sharded.html#shard.n_steps',
+                                                                                'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Shard.steps': ('shard/sharded.html#shard.steps', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Sharded': ('shard/sharded.html#sharded', 'fastddp/shard/sharded.py'),
                                        'fastddp.shard.sharded.Sharded.__iter__': ( 'shard/sharded.html#sharded.__iter__',

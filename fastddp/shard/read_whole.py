@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/305_read_whole.ipynb #419b0264
-import itertools, math
+import itertools
 from contextlib import nullcontext
 
 import torch
@@ -77,9 +77,9 @@ class ReadWhole(ReadsAround):
         return ReadWhole, (s.orig, s.rank, s.n, batch, s.train, nullcontext())
     def __len__(self):
         s = self._shard
-        in_turn = s.whole_batches and s.train
-        if not in_turn: return len(s.orig)
-        return len(s.orig)//s.n if s.drops_last else math.ceil(len(s.orig)/s.n)
+        n_batches = len(s.orig)
+        if s.whole_batches and s.drops_last: n_batches -= n_batches%s.n
+        return s.n_steps(n_batches)
     def _iter_shard(self):
         s = self._shard
         batches = iterate_original(self, s.common)

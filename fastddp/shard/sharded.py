@@ -136,14 +136,20 @@ class Shard:
     divided, and where the current epoch stands. Who sets its attributes, besides the arguments:
 
         bs              also a callback of the user's, during a fit (`ShardedDL.bs`)
-        whole_batches   before the first iteration: `TorchShard`, and those who shard a loader to
-                        predict or validate (`fastai2.inference`, `fastai1.loaders`)
+        whole_batches   before the first iteration: `TorchShard`, `ReadWhole`, and the functions
+                        that shard a loader: `fastai2.loaders.shard_fastai` for one that makes its
+                        batches by code of its own; `fastai2.loaders.shard_batches` and
+                        `fastai1.loaders.shard` to predict or validate
+        has_all_numbers `fastai2.loaders.shard_batches`
         epoch           `one_iteration` and `note_step`
         attrs_before    `track_changes`
         other_loop      `fastai2.callbacks` or `fastai1.callbacks`, when a fit shards its loaders
         fit_loop_next   the same set it to True, after all other callbacks and just before a loop of
                         the fit; `Sharded.__iter__` sets it to False when that begins"""
     whole_batches = False   # each rank takes whole batches in turn, see `shard_steps`
+    # A rank's batches have the numbers that they have in one process, so the length is that one's:
+    # a progress bar counts the batches of all ranks
+    has_all_numbers = False
     epoch = None            # the `Epoch` that is read, or was read last
     attrs_before = None     # the sharded loader's attributes; None: `write_back` does nothing
     # In a fit only the fit's own loop reads this rank's shard. A callback that loops over the
@@ -169,6 +175,11 @@ class Shard:
         "Return the loader's own batches of an epoch, lists of indices, the same on all ranks"
         batches = [[*b] for b in batches]
         return self.agree_on_order(batches) if self.agree_on_order else batches
+    def n_steps(self, n_batches): # Number of the loader's own batches
+        "Return the length of the sharded loader"
+        if self.has_all_numbers or not self.whole_batches: return n_batches
+        # in training each rank has as many steps as rank 0
+        return len(range(0 if self.train else self.rank, n_batches, self.n))
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
         return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
@@ -305,10 +316,11 @@ def iterate_original(dl,    # A sharded loader, or another iterable
 # %% ../../nbs/shard/301_sharded.ipynb #7e36e064
 # Clones: a sharded loader is a copy of the user's, of a subclass of its class
 
-@functools.lru_cache(None)
 def sharded_class(mixin, cls):
     "Return the subclass of `mixin` and `cls`, the same class in each call"
-    return type(cls)('Sharded'+cls.__name__, (mixin,cls), dict(__module__=cls.__module__))
+    # Python's list of subclasses keeps none: a class of a cell is freed with its last loader
+    made = next((o for o in type.__subclasses__(cls) if o.__bases__ == (mixin,cls)), None)
+    return made or type(cls)('Sharded'+cls.__name__, (mixin,cls), dict(__module__=cls.__module__))
 
 def _blank(mixin, cls):
     "Return an object of the `sharded_class`, without attributes: no constructor runs"
