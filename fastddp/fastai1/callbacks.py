@@ -24,9 +24,11 @@ from .loaders import (
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
-from ..shard.gathered_loss import LocalBatch, Losses
+from ..shard.gathered_loss import Losses
 from ..shard.gradients import FLAT, Passes, extra_params
+from ..shard.local_batch import LocalBatch
 from ..shard.loss import loss_part
+from ..shard.loss_terms import check_terms
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
@@ -143,15 +145,15 @@ def _agree(self:GlobalLoss, failed):
 # %% ../../nbs/fastai1/803_callbacks.ipynb #30d196c2
 @patch
 def __call__(self:GlobalLoss, out, *yb):
-    loss,count = self.losses.watched(self.loss_func, True, lambda: self._loss(out, yb))
-    self.losses.check_terms(loss, out, self.named_parameters)
+    loss,count = self.losses.watch.watched(self.loss_func, True, lambda: self._loss(out, yb))
+    check_terms(self.losses, loss, out, self.named_parameters)
     part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
                      to_number=True)
     # The value: the sum of the ranks' terms makes the loss of the global batch
     own_term = part.weighted(float(loss.detach().float().mean()))
-    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.is_stateful_here)
+    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.watch.is_stateful_here)
     weighted,total = sums[:2]
-    self.losses.is_stateful |= sums[2] > 0
+    self.losses.watch.is_stateful |= sums[2] > 0
     value = part.global_loss(weighted, total)
     # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
     # this rank's items counts, its loss may be NaN: take one with gradients of zeros

@@ -21,10 +21,12 @@ from ..base.scoped import with_attrs
 from .events import _FIRST, OurCallback, runs_user_code
 from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED, LocalBatch
+from ..shard.gathered_loss import AVERAGED
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
+from ..shard.local_batch import LocalBatch
 from ..shard.loss import class_weights, loss_name, loss_part
+from ..shard.loss_terms import check_terms
 from ..shard.sharded import CantShard
 from ..shard.trees import is_list_of_items, tensors_in
 
@@ -177,7 +179,7 @@ class LossCall:
         f = self.learn.loss_func
         training = self.learn.training
         gathers = training and self.losses.is_gathered(f)
-        if f is self or not (gathers or self.losses.is_unwatched(f, training)): return
+        if f is self or not (gathers or self.losses.watch.needs_watching(f, training)): return
         self.f = f
         vars(self.learn)['loss_func'] = self
     def restore(self):
@@ -210,7 +212,7 @@ def __call__(self:LossCall, pred, *yb):
     self.restore()
     self.restore_forward()
     call = partial(self._loss, f, pred, yb)
-    try: return self.losses.watched(f, self.learn.training, call)
+    try: return self.losses.watch.watched(f, self.learn.training, call)
     # it may be called again; a call may have exchanged it
     finally: self.replace_forward() if in_event else self.replace()
 
@@ -462,10 +464,10 @@ def _meet(self:StepSync, loss):
     "Vote before the first pass, that of `loss`; return how the batch averages gradients"
     self._check_terms(loss)
     batch_loss = self.batch.loss
-    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
+    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.watch.is_stateful_here)
     if self.uses_ddp(): numbers |= self.overlapped.status(loss)
     result = self._vote_of_pass(backward=1., **numbers)
-    self.losses.is_stateful |= result.sum('stateful') > 0
+    self.losses.watch.is_stateful |= result.sum('stateful') > 0
     how = self._decide(result)
     batch_loss.combine(result)
     return how
@@ -476,7 +478,7 @@ def _check_terms(self:StepSync, loss):
     node,learn = self.batch.loss_node,self.learn
     if node is None: return
     cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
-    self.losses.check_terms(node, learn.pred, learn.model.named_parameters, loss, cbs)
+    check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
 
 @patch
 def _vote_of_pass(self:StepSync, **numbers):
