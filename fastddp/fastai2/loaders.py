@@ -225,7 +225,7 @@ class Undivided(ReadsAround):
         with one_iteration(self, []) as epoch:
             for b in iterate_original(self, self._shard.common):
                 n,start = n_items(b),len(epoch.idxs)
-                self._count(epoch, n, range(start, start+n))
+                self._count(epoch, n, range(start, start+n), n)
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02

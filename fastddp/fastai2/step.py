@@ -27,27 +27,28 @@ from ..shard.gradients import (
 from ..shard.local_batch import LocalBatch
 from ..shard.loss import class_weights, loss_name, loss_part
 from ..shard.loss_terms import check_terms
-from ..shard.sharded import CantShard
+from ..shard.sharded import CantShard, Step
 from ..shard.trees import is_list_of_items, tensors_in
 
 # %% ../../nbs/fastai2/714_step.ipynb #de7c60fd
-def true_counts(learn # A learner in a training phase
-): # `(items of this rank, items of all ranks)`
-    "Return how many items of the current batch count, without those that pad a rank's batch"
-    counts = getattr(learn.dl,'counts',())      # of a sharded loader: a pair for each batch
-    if learn.iter < len(counts): return counts[learn.iter]
-    # a callback may run a batch under a higher number, or put another loader into `learn.dl`
-    return counts[-1] if counts else (find_bs(learn.yb),)*2
+def step_of(learn # A learner in a training phase
+):
+    "Return the `Step` of the current batch: how many items count, and how many the model was fed"
+    epoch = getattr(getattr(learn.dl,'_shard',None), 'epoch', None)
+    steps = epoch.steps if epoch else ()
+    if learn.iter < len(steps): return steps[learn.iter]
+    # a callback may run a batch under a higher number
+    if steps: return steps[-1]
+    n = find_bs(learn.yb)       # of a loader that isn't sharded, which a callback has put in
+    return Step((), n, range(n), n)
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def global_items(learn):
     "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
-    if not getattr(learn.dl,'counts',()): return find_bs(learn.yb)
-    count,total = true_counts(learn)
-    # a sharded loader feeds a rank at least 2 items: see `shard.sharded.pad_shard`
-    if any(is_list_of_items(y, max(count, 2)) for y in learn.yb): return total
-    n_fed = find_bs(learn.yb)
-    return round(total*n_fed/max(count, 2))
+    step = step_of(learn)
+    if any(is_list_of_items(y, step.n_fed) for y in learn.yb): return step.total
+    # a callback may have made several rows of each item that the model was fed
+    return round(step.total*find_bs(learn.yb)/(step.n_fed or 1))
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
@@ -85,7 +86,7 @@ def numbers(self:GlobalLoss,
     "Return the numbers of this rank's loss that a vote sums: none if the device does"
     if self.part is None:
         n_items = self.call.n_items
-        self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
+        self.part = self._find_part(step_of(self.learn).counts[0] if n_items is None else n_items)
     if self.is_computed(): loss = self.learn.loss
     # fastai's kinds of tensors make each operation slower
     loss = loss.detach().as_subclass(torch.Tensor)
@@ -97,8 +98,8 @@ def numbers(self:GlobalLoss,
 def _find_part(self:GlobalLoss, n_items): # That count of this rank's
     "Return this rank's `LossPart`"
     f = self.call.user_func()
-    return loss_part(f, self.learn.yb, n_items, self.call.losses.reduction(f),
-                     to_number=not self.sums_on_device)
+    return loss_part(f, self.learn.yb, n_items, step_of(self.learn).n_fed,
+                     self.call.losses.reduction(f), to_number=not self.sums_on_device)
 
 # %% ../../nbs/fastai2/714_step.ipynb #2bf60d2d
 @patch
@@ -227,9 +228,8 @@ def _of_all_ranks(self:LossCall, f, pred, yb):
     """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
     gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
     learn = self.learn
-    count = true_counts(learn)[0]
-    positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
-    batch = LocalBatch(pred, yb, count, positions)
+    step = step_of(learn)
+    batch = LocalBatch(pred, yb, len(step.positions), step.n_fed, step.positions)
     votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
                                layout=batch.layout())
     columns = map(votes.values, ('nbytes','items','layout'))

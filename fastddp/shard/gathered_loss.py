@@ -10,6 +10,7 @@ import torch
 from fastcore.basics import patch
 
 from ..base import group
+from ..base.device import is_out_of_memory
 from ..base.errors import CantDistribute
 from .local_batch import NO_ROWS
 from .loss import is_known, loss_name
@@ -21,14 +22,15 @@ from .loss_state import LossState, LossWatch
 #   LocalBatch              this rank's predictions and targets, one row per item
 #   meeting of the ranks    held by the caller: they exchange `nbytes`, `count` and `layout()`
 #   Losses.of_all_ranks     decides from these numbers, so all ranks decide alike
-#   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
-#   |                       with the predictions and targets of all, and tells the others whether
-#   |                       that raised an error: a second meeting, `agree`
+#   |-- they fit together   `LocalBatch.exchange`, a collective. Then each rank by itself joins the
+#   |                       predictions and targets of all, and calls the loss function with them.
+#   |                       A second meeting, `agree`: did that raise an error on some rank?
 #   `-- they don't, or an   returns None. The caller computes the loss of this rank's items. The
 #       error was raised    function's kind is 'average' then, for which the ranks don't meet
 #
-# An error of a rank that ends the fit (the user's, or with the option 'gather') is raised before
-# `agree`, in which the other ranks wait. The launcher ends them when that rank reports its error.
+# Some errors end the fit: those of the user's code, a lack of memory, and with the option 'gather'
+# all. A rank raises them before `agree`, in which the other ranks wait, and the launcher ends these
+# when it reports its error.
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #0a1101a9
 # The losses of a fit
@@ -70,6 +72,9 @@ class Losses:
         self.kinds = {}
         self.done = set()       # what `is_first` was asked
         self.watch = LossWatch(self.print_once)
+        # Id of a loss function -> tensors that it keeps, and didn't change in its last call, such
+        # as the weights of a frozen network
+        self.fixed = {}
 
     # The kind of a loss function
     def kind(self, f):
@@ -121,7 +126,7 @@ def print_once(self:Losses, line,
 # %% ../../nbs/shard/314_gathered_loss.ipynb #d9363b29
 _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
                      "from one process. If it is a sum over items, pass loss='sum'.")
-_GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
+_GATHERED = ("{} is computed over the predictions of all workers: {} MB to exchange per step. "
              "If it is a mean over items, loss='mean' gives the same result faster.")
 _GATHERED_EXCEPT = ("{} is computed over the predictions of all workers, but a part of them is a "
                     f"number that the model computed: {AVERAGED}")
@@ -142,12 +147,13 @@ def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
         self.print_once(f"{name} can't be computed over the predictions of all workers "
                         f"({why_not}): {AVERAGED}", ('average',name))
         return None
-    state = LossState(f)
+    state = self._noted_state(f)
     loss = self._call_joined(f, batch, counts)
     if not agree(loss is None):
+        self.fixed[id(f)] = state.unchanged()
         # this may differ from rank to rank; the user sees rank 0's
         line = _GATHERED_EXCEPT if batch.has_computed_number else _GATHERED
-        self.print_once(line.format(name, sum(nbytes)/1e6), ('gather',name))
+        self.print_once(line.format(name, _mb(sum(nbytes))), ('gather',name))
         return loss
     lost = state.undo()
     self.kinds[id(f)] = f,'average'
@@ -160,25 +166,39 @@ def _why_not_joined(self:Losses, nbytes, layouts):
     """Return why the predictions of all ranks can't be joined; '' if they can. It follows from
     what was exchanged, so it is the same on all ranks"""
     if max(nbytes) > self.MOST_BYTES:
-        return f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        return f"their predictions have {_mb(max(nbytes))} MB per batch"
     fit = len({*layouts}) == 1 and layouts[0] != NO_ROWS
     return '' if fit else "their predictions don't fit together"
 
+def _mb(nbytes):
+    mb = nbytes/1e6
+    return f'{mb:,.0f}' if mb >= 10 else f'{max(mb, .01):.2f}'
+
+@patch
+def _noted_state(self:Losses, f):
+    "Return the state of `f`, so that a call can be undone"
+    state = LossState(f)
+    state.copy_tensors(self.fixed.get(id(f), ()))
+    return state
+
 @patch
 def _call_joined(self:Losses, f, batch, counts):
-    "Return the loss of what all ranks have; None if that raises an error"
+    "Return the loss of what all ranks have; None if that raises an error. A collective operation"
+    # an error in here ends the fit: other ranks may wait for this one
+    of_ranks = batch.exchange([int(m) for m in counts])
     try:
-        pred,yb = batch.gather([int(m) for m in counts])
+        pred,yb = batch.join(of_ranks)
+        del of_ranks    # the call of `f` may need the memory
         return f(pred, *yb)
     except Exception as e:      # `f` reads more than these, or has a mistake
-        if self.option == 'gather': raise
+        if self.option == 'gather' or is_out_of_memory(e): raise
         error = e
     self._try_alone(f, batch, error)
 
 @patch
 def _try_alone(self:Losses, f, batch, error):
     "Raise what `f` raises for this rank's items alone: that is the user's error"
-    state = LossState(f)
+    state = self._noted_state(f)
     with torch.no_grad():
         try: f(batch.tree[0], *batch.tree[1])
         except Exception as e: raise e from error

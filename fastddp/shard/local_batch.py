@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/shard/306_local_batch.ipynb #a3c0e104
 import zlib
 from numbers import Integral
+from typing import NamedTuple
 
 import torch
 from fastcore.basics import patch
@@ -56,73 +57,54 @@ def from_items(t, k, by_views):
     return (t.transpose(0,1) if by_views else t).flatten(0,1)
 
 # %% ../../nbs/shard/306_local_batch.ipynb #6f470f0f
-def _numbers_rows(t # A tensor with several rows for each item, such as two views
-):
-    """True for targets that are the numbers of the batch's rows in some order, such as where
-    another view of the item is. No classes are like this: all views of an item are of one class"""
-    is_one = t.ndim == 1 and t.dtype in (torch.int64,torch.int32)
-    return is_one and torch.equal(t.sort().values.long(), torch.arange(len(t), device=t.device))
-
 NO_ROWS = -1.   # see `LocalBatch.layout`
-
-def is_list(o): return not isinstance(o, torch.Tensor)
-def all_numbers(o): return all(isinstance(i, Integral) for i in o)
 
 class LocalBatch:
     """This rank's predictions and targets of a training batch, arranged to be joined with others'.
-    Its tensors hold the items that the model was fed; the first `count` of these count, others are
-    padding. A tensor has one row for each item, or several, or none (`rows_each`). A list with an
-    entry for each item is joined entry by entry.
+    Their tree has two kinds of leaves: tensors, and lists with an entry for each item. Attributes:
 
-    Each rank computes the loss of all items, of which only its own predictions have a graph. With m
-    items of this rank, M of all, and N ranks, the caller multiplies that loss by N*m/M
-    (`LossPart.scale`), and the gradients are averaged over ranks. So a parameter
-
-        of the model            gets the sum over ranks of m/M * M/m * (the gradient of this rank's
-                                predictions): `_join` puts in the factor M/m. The sum is all of it
-        of the loss function    has the same whole gradient on each rank, and gets its mean by items
-    """
+        tree            `(predictions, tuple of targets)`, as they were given
+        n_fed, count    items that the model was fed, and how many of these count: the first ones.
+                        Others are padding
+        positions       of the items that count, by which those of all ranks are sorted
+        is_list         for each leaf: True for a list
+        lists           the lists, without padding
+        entries         an entry of each list. A rank without items, which was fed others', has one
+        tensors         the other leaves. If a tensor has rows of items, one row per item, and no
+                        padding
+        rows_each       for each tensor: rows of an item that it had; 0: its rows aren't of items
+        by_views        True if several rows of an item lie by views
+        numbers_rows    for each tensor: True if it numbers rows, see `_numbers_rows`
+        nbytes          of what this rank sends
+        has_rows        True if some prediction has rows of items
+        has_computed_number     True if some prediction has none, and a gradient, such as a loss
+                        that the model computed"""
     def __init__(self, pred, yb,
         count,    # Number of this rank's items that count, as its loader says
-        positions # Positions of these items in the epoch of one process
+        n_fed,    # Number of items that the model was fed, as its loader says
+        positions # Positions of the items that count, in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
-        n_fed,count = self._count_items(count)
-        self.n_fed = n_fed
-        self.count = count
+        self.n_fed,self.count = self._count_items(count, n_fed)
         self.positions = self._known_positions(positions)
-        leaves = self._leaves(self.tree, n_fed)
-        lists = [[*o] for o in leaves if is_list(o)]
-        self.lists = [o[:count] for o in lists]
-        # an entry of each: a rank without items was fed some of others
-        self.entries = [o[0] for o in lists]
-        self.is_list = [is_list(o) for o in leaves]
-        tensors = [o for o in leaves if not is_list(o)]
-        self.by_views = rows_by_views(tensors, n_fed)
-        self.rows_each = [rows_per_item(t, n_fed) for t in tensors]     # in the order of tensors
-        # The tensors of the tree. Those with rows of items get one row per item, and no padding
-        self.tensors = [by_item(t, k, self.by_views)[:count] if k else t
-                        for t,k in zip(tensors, self.rows_each)]
-        self.numbers_rows = [k > 1 and _numbers_rows(t) for t,k in zip(tensors, self.rows_each)]
+        self._arrange(self._leaves(self.tree, self.n_fed))
         sent = *self.tensors,*tensors_in(self.lists)
         self.nbytes = sum(t.numel()*t.element_size() for t in sent)
-        preds = self._leaves(pred, n_fed)
-        rows = [is_list(o) or rows_per_item(o, n_fed) for o in preds]
-        self.has_rows = any(rows)   # some prediction has rows of items
-        # True for a prediction without rows of items, such as a loss that the model computed
+        preds = self._leaves(pred, self.n_fed)
+        rows = [_is_list(o) or rows_per_item(o, self.n_fed) for o in preds]
+        self.has_rows = any(rows)
         self.has_computed_number = any(not k and t.requires_grad for t,k in zip(preds, rows))
-    def _count_items(self, count):
+    def _count_items(self, count, n_fed):
         "Return how many items the model was fed, and how many of these count"
-        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
         leaves = self._leaves(self.tree[1], n_fed)
         # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
         # then each row is an item that counts
-        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
+        n_rows = next((len(o) for o in leaves if _is_list(o) or o.ndim), n_fed)
         if n_rows and not n_rows%n_fed: return n_fed, count
         return n_rows, n_rows if count else 0
     def _known_positions(self, positions):
         "Return a number for each item that counts, by which the items of all ranks are sorted"
-        known = [*map(int, positions)] if all_numbers(positions) else []
+        known = [*map(int, positions)] if _all_numbers(positions) else []
         if len(known) == self.count: return known
         # the items of one rank come after those of another
         first = group.rank()*2**32
@@ -134,6 +116,18 @@ class LocalBatch:
         # the tuple of targets isn't one of items, and neither is that of predictions and targets
         own = self.tree,self.tree[1]
         return lambda o: all(o is not t for t in own) and is_list_of_items(o, n_fed)
+    def _arrange(self, leaves):
+        "Set the attributes of lists and of tensors"
+        self.is_list = [*map(_is_list, leaves)]
+        lists = [[*o] for o in leaves if _is_list(o)]
+        self.lists = [o[:self.count] for o in lists]
+        self.entries = [o[0] for o in lists]
+        tensors = [o for o in leaves if not _is_list(o)]
+        self.by_views = rows_by_views(tensors, self.n_fed)
+        self.rows_each = [rows_per_item(t, self.n_fed) for t in tensors]
+        self.tensors = [by_item(t, k, self.by_views)[:self.count] if k else t
+                        for t,k in zip(tensors, self.rows_each)]
+        self.numbers_rows = [k > 1 and _numbers_rows(t) for t,k in zip(tensors, self.rows_each)]
 
     def layout(self):
         """Return a number that is equal on ranks whose tensors fit together: a hash of types and
@@ -142,6 +136,41 @@ class LocalBatch:
         layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)], o)
                    for t,k,o in zip(self.tensors, self.rows_each, self.numbers_rows)]
         return float(zlib.crc32(repr((layouts, self.is_list)).encode()))
+
+def _is_list(o): return not isinstance(o, torch.Tensor)
+def _all_numbers(o): return all(isinstance(i, Integral) for i in o)
+
+def _numbers_rows(t # A tensor with several rows for each item, such as two views
+):
+    """True for targets that are the numbers of the batch's rows in some order, such as where
+    another view of the item is. No classes are like this: all views of an item are of one class"""
+    is_one = t.ndim == 1 and t.dtype in (torch.int64,torch.int32)
+    return is_one and torch.equal(t.sort().values.long(), torch.arange(len(t), device=t.device))
+
+# %% ../../nbs/shard/306_local_batch.ipynb #4245b814
+class OfRanks(NamedTuple):
+    "What `LocalBatch.exchange` returns. All lists have an element for each rank"
+    counts:list         # Numbers of items that count
+    order:torch.Tensor  # Indices that sort the items of all ranks, one rank after another
+    columns:list        # For each of `tensors` a list: that tensor of each rank, without a graph
+    lists:list          # For each of `lists` a list: of each rank, the tensors of each entry
+
+@patch
+def exchange(self:LocalBatch,
+    counts # `count` of each rank, whose `layout()` is the same
+):
+    "Return what all ranks have, an `OfRanks`. All collective operations of a joined batch are here"
+    sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
+    # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
+    shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
+              for m in counts]
+    positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
+    lists = ()
+    if self.lists:
+        entries = [[tensors_in(entry) for entry in entries] for entries in self.lists]
+        lists = zip(*group.all_gather_object(entries))
+    order = torch.cat(positions).argsort()
+    return OfRanks(counts, order, [*map(list, columns)], [*map(list, lists)])
 
 # %% ../../nbs/shard/306_local_batch.ipynb #3f33c1b7
 class _ScaleGradient(torch.autograd.Function):
@@ -154,35 +183,40 @@ class _ScaleGradient(torch.autograd.Function):
     def backward(ctx, grad): return grad*ctx.factor, None
 
 @patch
-def _join(self:LocalBatch,
-          t, k,       # A tensor of this rank, with its graph, and its `rows_each`
-          parts,      # The same tensor of each rank, without a graph
-          counts,     # As of `gather`
-          order       # Indices that sort the rows of all ranks
+def _scaled(self:LocalBatch,
+    t,  # A tensor of this rank with items that count
+    of_ranks # `OfRanks`
+):
+    "Return `t` with its graph. Gradients are multiplied by (items of all)/(items of this rank)"
+    return _ScaleGradient.apply(t, sum(of_ranks.counts)/self.count) if t.requires_grad else t
+
+@patch
+def _join_tensor(self:LocalBatch,
+    t, k, # A tensor of this rank, and its `rows_each`
+    parts, # The same tensor of each rank
+    of_ranks # `OfRanks`
 ):
     """Return the tensor of all ranks: their rows in one order, or the mean over items of a
     number. A tensor whose rows don't belong to items stays this rank's"""
     if t.ndim and not k: return t
-    total = sum(counts)
     parts = [o.to(t.device) for o in parts]
-    # this rank's part keeps its graph; M/m, see `LocalBatch`
-    factor = total/self.count if self.count else 0.
-    own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
+    # the graph of a rank without items is kept, too: it gets gradients of zeros
+    own = self._scaled(t, of_ranks) if self.count else t
     parts[group.rank()] = own.as_subclass(torch.Tensor)
-    if k: whole = torch.cat(parts)[order.to(t.device)]
-    else: whole = sum(o*(m/total) for o,m in zip(parts, counts))    # means over items
+    if k: whole = torch.cat(parts)[of_ranks.order.to(t.device)]
+    else: whole = sum(o*(m/sum(of_ranks.counts)) for o,m in zip(parts, of_ranks.counts))
     # of the same kind of fastai's tensors, which have methods of their own
     return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
 
 # %% ../../nbs/shard/306_local_batch.ipynb #071c80c6
 @patch
-def _renumbered(self:LocalBatch, parts, k, counts, order): # As of `_join`
+def _renumbered(self:LocalBatch, k, parts, of_ranks): # As of `_join_tensor`
     "Return targets that number the rows of a rank's batch as numbers of rows of the joined one"
-    total = sum(counts)
-    place = order.argsort()     # of each item, in the joined batch
+    total = sum(of_ranks.counts)
+    place = of_ranks.order.argsort()     # of each item, in the joined batch
     res = []
     first = 0
-    for part,m in zip(parts, counts):
+    for part,m in zip(parts, of_ranks.counts):
         n_fed = max(m, 2)
         view,item = (part//n_fed, part%n_fed) if self.by_views else (part%k, part//k)
         # what is fed beside the items that count is a copy of them
@@ -197,56 +231,42 @@ def _with_graph(t, own):
     return t+own.flatten()[:0].sum() if own.requires_grad else t
 
 @patch
-def _join_lists(self:LocalBatch, counts, order):
-    "Return the lists of all ranks, with their entries in one order. A collective operation"
-    sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
-    of_ranks = group.all_gather_object(sent)
-    return [self._join_entries(*o, counts, order)
-            for o in zip(self.entries, self.lists, zip(*of_ranks))]
-
-@patch
-def _join_entries(self:LocalBatch, leaf, own, parts, counts, order):
-    "Return one list of all ranks; other ranks' entries have the structure of `leaf`"
-    device = next((t.device for t in tensors_in(leaf)), None)
+def _join_list(self:LocalBatch,
+    entry, # An entry of a list of this rank
+    own,   # The list
+    parts, # Of each rank, the tensors of each of its entries
+    of_ranks # `OfRanks`
+):
+    "Return the list of all ranks. Other ranks' entries have the structure of `entry`"
+    device = next((t.device for t in tensors_in(entry)), None)
     joined = []
     for rank,entries in enumerate(parts):
         for i,tensors in enumerate(entries):
-            if rank == group.rank(): joined.append(self._scaled(own[i], counts))
+            if rank == group.rank():
+                tensors = [self._scaled(t, of_ranks) for t in tensors_in(own[i])]
+                joined.append(with_tensors(own[i], tensors))
             else:
                 tensors = [t.to(device) for t in tensors]
-                if not own: tensors = [*map(_with_graph, tensors, tensors_in(leaf))]
-                joined.append(with_tensors(leaf, tensors))
-    return [joined[i] for i in order.tolist()]
+                if not own: tensors = [*map(_with_graph, tensors, tensors_in(entry))]
+                joined.append(with_tensors(entry, tensors))
+    return [joined[i] for i in of_ranks.order.tolist()]
 
+# %% ../../nbs/shard/306_local_batch.ipynb #a3c0e107
 @patch
-def _scaled(self:LocalBatch, entry, counts):
-    factor = sum(counts)/self.count
-    return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
-                                for t in tensors_in(entry)])
-
-# %% ../../nbs/shard/306_local_batch.ipynb #4245b814
-@patch
-def gather(self:LocalBatch,
-    counts # `count` of each rank, whose `layout()` is the same
+def join(self:LocalBatch,
+    of_ranks # `OfRanks`
 ):
-    """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
-    rank's predictions. A collective operation"""
-    sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-    # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
-    shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
-              for m in counts]
-    positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
-    order = torch.cat(positions).argsort()
-    tensors = [*self.tensors]
-    columns = [*map(list, columns)]
-    for i,k in enumerate(self.rows_each):
-        if not self.numbers_rows[i]: continue
-        columns[i] = self._renumbered(columns[i], k, counts, order)
-        tensors[i] = columns[i][group.rank()].to(tensors[i].device)
-    joined = iter([self._join(*o, counts, order)
-                   for o in zip(tensors, self.rows_each, columns)])
-    lists = iter(self._join_lists(counts, order) if self.lists else ())
-    leaves = [next(lists if o else joined) for o in self.is_list]
+    """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this rank's
+    predictions. No collective operation: it may fail on one rank"""
+    tensors = []
+    for t,k,numbers,parts in zip(self.tensors, self.rows_each, self.numbers_rows, of_ranks.columns):
+        if numbers:
+            parts = self._renumbered(k, parts, of_ranks)
+            t = parts[group.rank()].to(t.device)
+        tensors.append(self._join_tensor(t, k, [*parts], of_ranks))
+    lists = [self._join_list(*o, of_ranks) for o in zip(self.entries, self.lists, of_ranks.lists)]
+    tensors,lists = iter(tensors),iter(lists)
+    leaves = [next(lists if o else tensors) for o in self.is_list]
     return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
 
 # %% ../../nbs/shard/306_local_batch.ipynb #cac318db

@@ -16,9 +16,6 @@ from fastcore.basics import GetAttr, store_attr
 from .loss import is_known, loss_name, unwrapped
 
 # %% ../../nbs/shard/313_loss_state.ipynb #95871313
-_PLAIN_VALUES = int,float,str,bool,type(None)
-EMPTY = object()    # the content of a cell that has none
-
 # What is watched of a loss function `f`. By its kind:
 #
 #     f                  attributes                      module variables, variables around it
@@ -50,72 +47,103 @@ class _ClassVars(MutableMapping):
     def __iter__(self): return iter(vars(self.cls))
     def __len__(self): return len(vars(self.cls))
 
+class _ClosureVars(MutableMapping):
+    "The variables around a function that it uses, as a dict; one without content isn't in it"
+    def __init__(self, function):
+        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
+    def __getitem__(self, k):
+        try: return self.cells[k].cell_contents
+        except ValueError: raise KeyError(k) from None
+    def __setitem__(self, k, v): self.cells[k].cell_contents = v
+    def __delitem__(self, k): del self.cells[k].cell_contents
+    def __iter__(self): return (k for k in self.cells if k in self)
+    def __len__(self): return sum(k in self for k in self.cells)
+
+_PLAIN_VALUES = int,float,str,bool,type(None)
+
 def _holders(f):
-    """Yield the dicts with attributes and module variables that a call of `f` may change, and for
-    each the names that count; None: all of them"""
-    for o in _objects_of(f): yield _ClassVars(o) if isinstance(o, type) else vars(o),None
+    """Yield the dicts with variables that a call of `f` may change, and for each the names that
+    count; None: all of them"""
+    for o in _objects_of(f):
+        yield _ClassVars(o) if isinstance(o, type) else vars(o),None
+        if isinstance(o, torch.nn.Module): yield from ((o._buffers,None), (o._parameters,None))
     function = _function_of(f)
     if function is None: return
+    yield _ClosureVars(function),None
     scope = function.__globals__
     names = function.__code__.co_names
     yield scope,[k for k in names if isinstance(scope.get(k), _PLAIN_VALUES)]
 
-def _content(cell):
-    "Return what the variable of a closure refers to, or `EMPTY`"
-    try: return cell.cell_contents
-    except ValueError: return EMPTY
-
+# %% ../../nbs/shard/313_loss_state.ipynb #a3c0e210
 def _mark(v):
     "Return what changes if `v` is changed in place, as far as that is seen at once"
     if isinstance(v, torch.Tensor): return v._version
     return len(v) if isinstance(v, (list,dict,set,deque)) else None
 
+class _Vars:
+    "Variables in a dict, as they are now"
+    def __init__(self, of, names): # As of `_holders`
+        store_attr()
+        now = self._now()
+        self.had = {*now}
+        # a learner or a callback is no state of a loss function
+        self.before = {k:(v,_mark(v)) for k,v in now.items() if not isinstance(v, GetAttr)}
+    def _now(self):
+        names = [*self.of] if self.names is None else self.names
+        return {k:self.of[k] for k in names if k in self.of}
+    def created(self): return [k for k in self._now() if k not in self.had]
+    def changed(self):
+        return [k for k,(v,mark) in self.before.items()
+                if self.of.get(k) is not v or _mark(v) != mark]
+    def changed_inside(self):
+        "Return the names of containers that were changed in place"
+        return [k for k,(v,mark) in self.before.items()
+                if not isinstance(v, torch.Tensor) and _mark(v) != mark]
+    def put_back(self):
+        for k in self.created(): del self.of[k]
+        for k,(v,_) in self.before.items():
+            if self.of.get(k) is not v: self.of[k] = v
+
+# %% ../../nbs/shard/313_loss_state.ipynb #a3c0e212
 class LossState:
     "What a call of the loss function `f` may change beside its result, as it is now"
     def __init__(self, f):
         f,_ = unwrapped(f)
-        holders = [*_holders(f)]
-        # `(dict, names that count or None, those of them that it has)`
-        self.names = [(o, names, {k for k in (o if names is None else names) if k in o})
-                      for o,names in holders]
-        self.noted = [(o, {k:(o[k], _mark(o[k])) for k in (list(o) if names is None else names)
-                           if k in o and not isinstance(o[k], GetAttr)})
-                      for o,names in holders]
-        contents = [(c, _content(c)) for c in getattr(_function_of(f), '__closure__', None) or ()]
-        self.cells = [(c, v, _mark(v)) for c,v in contents
-                      if not isinstance(v, (GetAttr,torch.nn.Module))]
-        tensors = [v for _,values in self.noted for v,_ in values.values()]
-        tensors += [v for o in tensors if isinstance(o, dict) for v in o.values()]     # buffers
-        self.copies = [(t, t._version, t.detach().clone()) for t in tensors
-                       if isinstance(t, torch.Tensor) and not t.requires_grad]
+        self.vars = [_Vars(*o) for o in _holders(f)]
+        values = [v for o in self.vars for v,_ in o.before.values()]
+        values += [v for o in values if isinstance(o, dict) for v in o.values()]
+        # each once, with its version; not those that are trained
+        tensors = {id(t):t for t in values if isinstance(t, torch.Tensor) and not t.requires_grad}
+        self.versions = [(t, t._version) for t in tensors.values()]
+        self.copies = {}        # id of a tensor -> its copy
+    def copy_tensors(self,
+        fixed=() # Tensors that aren't copied, such as those that an earlier call left `unchanged`
+    ):
+        "Copy tensors, so that `undo` can undo what changes them in place"
+        left_out = {id(t) for t in fixed}
+        self.copies = {id(t):t.detach().clone() for t,_ in self.versions if id(t) not in left_out}
+    def unchanged(self):
+        "Return the tensors that have not been changed in place"
+        return [t for t,version in self.versions if t._version == version]
+
     def changed(self):
         "Return the names of what was there and has changed, as a list"
-        names = [k for o,values in self.noted for k,(v,mark) in values.items()
-                 if o.get(k) is not v or _mark(v) != mark]
-        names += ['a variable around it' for c,v,mark in self.cells
-                  if v is not EMPTY and (_content(c) is not v or _mark(v) != mark)]
-        return names+['a buffer' for t,version,_ in self.copies if t._version != version]
-    def _created(self):
-        return [(o, k) for o,names,before in self.names for k in (o if names is None else names)
-                if k in o and k not in before]
-    def _filled(self): return [c for c,v,_ in self.cells if v is EMPTY and _content(c) is not EMPTY]
+        names = [k for o in self.vars for k in o.changed()]
+        in_place = len(self.versions)-len(self.unchanged())
+        return names+['a tensor']*in_place
     def created(self):
         "Return the names of what wasn't there, as a list"
-        return [k for _,k in self._created()]+['a variable around it' for _ in self._filled()]
+        return [k for o in self.vars for k in o.created()]
     def undo(self):
-        "Undo what has changed; return the names of what can't be: containers changed in place"
-        lost = [k for o,values in self.noted for k,(v,mark) in values.items()
-                if not isinstance(v, torch.Tensor) and _mark(v) != mark]
-        for o,k in self._created(): del o[k]
-        for c in self._filled(): del c.cell_contents
-        for o,values in self.noted:
-            for k,(v,_) in values.items():
-                if o.get(k) is not v: o[k] = v
-        for c,v,_ in self.cells:
-            if _content(c) is not v: c.cell_contents = v
+        """Undo what has changed. Return the names of what can't be undone: containers that were
+        changed in place, and tensors without a copy"""
+        lost = [k for o in self.vars for k in o.changed_inside()]
+        for o in self.vars: o.put_back()
         with torch.no_grad():
-            for t,version,copy in self.copies:
-                if t._version != version: t.copy_(copy)
+            for t,version in self.versions:
+                if t._version == version: continue
+                if id(t) in self.copies: t.copy_(self.copies[id(t)])
+                else: lost.append('tensor')
         return lost
 
 # %% ../../nbs/shard/313_loss_state.ipynb #3da41deb

@@ -33,9 +33,9 @@ class ReadsAround(Sharded):
     def __setattr__(self, k, v):
         if k in ('counts','idxs'): vars(self)[k] = v
         else: setattr(self._shard.orig, k, v)
-    def _count(self, epoch, total, positions):
+    def _count(self, epoch, *step): # As of `Step`, without its items
         "Note the batch that is yielded next"
-        epoch.steps.append(Step((), total, positions))
+        epoch.steps.append(Step((), *step))
         note_step(self, epoch)
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
@@ -93,7 +93,8 @@ class ReadWhole(ReadsAround):
                 if s.whole_batches: b,own = self._in_turn(read, sizes)
                 else: b,own = self._rows(*read, total, len(epoch.steps))
                 if b is not None:
-                    self._count(epoch, total, range(start+own.start, start+own.stop, own.step))
+                    positions = range(start+own.start, start+own.stop, own.step)
+                    self._count(epoch, total, positions, n_items(b))
                     yield b
                 start += total
     def _in_turn(self, read, sizes):

@@ -99,6 +99,7 @@ class Step(NamedTuple):
     items:list      # Items or indices that its model is fed, in training padded by `pad_shard`
     total:int       # Number of items of the global batch
     positions:range # Positions of its own items in the epoch of one process
+    n_fed:int       # Number of items that its model is fed
 
     @property
     def counts(self):
@@ -125,8 +126,8 @@ def shard_steps(batches, # Batches of the loader of one process, in order
         else: indices = shard_batch(range(len(batch)), rank, n)
         own = [batch[i] for i in indices]
         positions = range(start+indices.start, start+indices.stop, indices.step)
-        if train: yield Step(pad_shard(own, batch, n), len(batch), positions)
-        elif own: yield Step(own, len(batch), positions)
+        fed = pad_shard(own, batch, n) if train else own
+        if train or own: yield Step(fed, len(batch), positions, len(fed))
         start += len(batch)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
