@@ -100,10 +100,10 @@ class ReadWhole(ReadsAround):
     def _in_turn(self, read, sizes):
         "Return this rank's one of the batches that were read, or None; and the range of its items"
         s = self._shard
-        if s.rank < len(read): b,n_own,first = read[s.rank],sizes[s.rank],sum(sizes[:s.rank])
-        # in the last round a rank without a batch is fed items of another one, which don't count
-        else: b,n_own,first = (read[0] if s.train else None),0,0
-        if s.train and n_own < 2: b = self._fed(b, sizes[s.rank*(n_own > 0)], range(n_own))
+        if s.rank >= len(read):     # in the last round; in training it is fed what doesn't count
+            return self._fed(read[0], sizes[0], range(0)) if s.train else None, range(0)
+        b,n_own,first = read[s.rank],sizes[s.rank],sum(sizes[:s.rank])
+        if s.train and n_own == 1: b = self._fed(b, n_own, range(n_own))
         return b, range(first, first+n_own)
     def _rows(self, b, total, number):
         "Return this rank's rows of the batch of this number, and the range of its items"
@@ -113,7 +113,7 @@ class ReadWhole(ReadsAround):
         return self._fed(b, total, own), own
     def _fed(self, b, size, own):
         """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
-        it can't be cut"""
+        it can't be cut. All of it counts then, or, if there are no rows `own`, nothing"""
         if not can_be_cut(b, size): return b
         rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
         def part(o):

@@ -43,8 +43,8 @@ def torch_bs(dl):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
-    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_begin` sets
-    for each epoch. Another list doesn't change an iteration that has begun"""
+    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_prepare`
+    sets for each epoch. Another list doesn't change an iteration that has begun"""
     steps = ()              # A list of indices for each batch
     def __iter__(self): return iter(self.steps)
 
