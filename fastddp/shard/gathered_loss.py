@@ -92,6 +92,19 @@ class Losses:
         "Return True if `f` is computed over the predictions of all ranks"
         return self.kind(f) == 'gather'
 
+    # Lines for the user
+    def is_first(self, name): # Any hashable object
+        "Return True the first time that it is asked for this `name`"
+        is_new = name not in self.done
+        self.done.add(name)
+        return is_new
+    def print_once(self, line,
+                   name # Of the line: a second line of that name isn't shown. Any hashable object
+    ):
+        "Show a line on rank 0"
+        if self.is_first(name) and group.rank() == 0: self.show(line)
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #a3c0e412
 # Kind of a loss -> how it is computed, for the user
 _HOW = dict(known="weighted by the elements that count", mean="a mean over items",
             sum="a sum over items", average="averaged over workers, weighted by items",
@@ -108,20 +121,6 @@ def describe(self:Losses):
 def has_averages(self:Losses):
     "Return True if a loss is averaged over ranks"
     return any(kind == 'average' for _,kind in self.kinds.values())
-
-@patch
-def is_first(self:Losses, name): # Any hashable object
-    "Return True the first time that it is asked for this `name`"
-    is_new = name not in self.done
-    self.done.add(name)
-    return is_new
-
-@patch
-def print_once(self:Losses, line,
-               name # Of the line: a second line of that name isn't shown. Any hashable object
-):
-    "Show a line on rank 0"
-    if self.is_first(name) and group.rank() == 0: self.show(line)
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #d9363b29
 _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
