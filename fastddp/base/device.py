@@ -25,6 +25,11 @@ def accelerator_type():
 # What torch raises where the memory of any accelerator is full. Before 2.5 it has this name alone
 OutOfMemory = torch.cuda.OutOfMemoryError
 
+def is_out_of_memory(e): # An exception
+    "True if `e` says that memory lacks, that of an accelerator or of the host"
+    if isinstance(e, (OutOfMemory,MemoryError)): return True
+    return any(o in str(e).lower() for o in ('out of memory',"can't allocate memory"))
+
 def device_module():
     "Return the torch module of the accelerator, such as `torch.cuda`"
     return getattr(torch, accelerator_type())

@@ -20,13 +20,15 @@ from ..base.device import device_of, is_accelerator
 from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
-    batch_counts, batch_positions, fit_loaders, global_batches, own_loader, shard, torch_dl)
+    fit_loaders, global_batches, own_loader, shard, step_of, torch_dl)
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
-from ..shard.gathered_loss import LocalBatch, Losses
+from ..shard.gathered_loss import Losses
 from ..shard.gradients import FLAT, Passes, extra_params
+from ..shard.local_batch import LocalBatch
 from ..shard.loss import loss_part
+from ..shard.loss_terms import check_terms
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
@@ -110,9 +112,9 @@ class GlobalLoss:
     def __init__(self,
                  loss_func, # The learner's
                  ranks,     # `Ranks`
-                 # Positions of this rank's items that count, in the epoch of one process. A rank
-                 # without items is fed some of others', which don't count
-                 positions,
+                 # This rank's `Step`: what it was fed, which of that counts, and the positions of
+                 # these items in the epoch of one process
+                 step,
                  losses,    # `Losses` of the fit
                  named_parameters=lambda: () # The model's
     ):
@@ -125,9 +127,9 @@ def _loss(self:GlobalLoss, out, yb):
     """Return `(loss, count)`: the loss over the items of all ranks, or over this rank's if the
     function isn't gathered, which it is on all ranks or on none; and the number of this rank's
     items that count. A collective operation for a loss that `is_gathered`"""
-    count = len(self.positions)
+    count = len(self.step.positions)
     if group.world_size() > 1 and self.losses.is_gathered(self.loss_func):
-        batch = LocalBatch(out, yb, count, self.positions)
+        batch = LocalBatch(out, yb, count, self.step.n_fed, self.step.positions)
         rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
         nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # zeros come after them
         loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts,
@@ -143,15 +145,15 @@ def _agree(self:GlobalLoss, failed):
 # %% ../../nbs/fastai1/803_callbacks.ipynb #30d196c2
 @patch
 def __call__(self:GlobalLoss, out, *yb):
-    loss,count = self.losses.watched(self.loss_func, True, lambda: self._loss(out, yb))
-    self.losses.check_terms(loss, out, self.named_parameters)
-    part = loss_part(self.loss_func, yb, count, self.losses.reduction(self.loss_func),
-                     to_number=True)
+    loss,count = self.losses.watch.watched(self.loss_func, True, lambda: self._loss(out, yb))
+    check_terms(self.losses, loss, out, self.named_parameters)
+    part = loss_part(self.loss_func, yb, count, self.step.n_fed,
+                     self.losses.reduction(self.loss_func), to_number=True)
     # The value: the sum of the ranks' terms makes the loss of the global batch
     own_term = part.weighted(float(loss.detach().float().mean()))
-    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.is_stateful_here)
+    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.watch.is_stateful_here)
     weighted,total = sums[:2]
-    self.losses.is_stateful |= sums[2] > 0
+    self.losses.watch.is_stateful |= sums[2] > 0
     value = part.global_loss(weighted, total)
     # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
     # this rank's items counts, its loss may be NaN: take one with gradients of zeros
@@ -178,8 +180,8 @@ class TrainingBatches:
     def loss_batch(self, model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         "Do as `basic_train.loss_batch`. Validation calls it, too, without `opt`"
         if opt is not None and loss_func and model is self.learn.model:
-            positions = batch_positions(self.learn.data.train_dl)
-            self.global_loss = GlobalLoss(loss_func, self.ranks, positions, self.losses,
+            step = step_of(self.learn.data.train_dl)
+            self.global_loss = GlobalLoss(loss_func, self.ranks, step, self.losses,
                                           model.named_parameters)
             loss_func = self.global_loss
             self.passes.open()
@@ -286,8 +288,7 @@ class _CountAll(Callback):
     def on_batch_begin(self, last_input, train, **kwargs):
         n_own = len(last_input)
         if train:
-            _,n_all = batch_counts(self.learn.data.train_dl)
-            self.scheduler.acc_samples += n_all-n_own
+            self.scheduler.acc_samples += step_of(self.learn.data.train_dl).total-n_own
         # otherwise each rank validates all batches, and has counted them
         elif self.validation.is_running: self.n_validated += n_own
     def on_epoch_end(self, **kwargs):

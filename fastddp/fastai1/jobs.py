@@ -12,7 +12,7 @@ from fastcore.basics import noop, store_attr
 
 from ..base.rng import CommonRNG
 from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
-from .loaders import batch_counts
+from .loaders import step_of
 from .snapshot import Baseline, unpack
 from .validation import Validation
 from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
@@ -53,7 +53,7 @@ class NoteProgress(Callback):
         self.is_timing = train
     def on_batch_end(self, train, **kwargs):
         if not train: return
-        _,n_items = batch_counts(self.learn.data.train_dl)
+        n_items = step_of(self.learn.data.train_dl).total
         self.progress.lap(n_items)
     def on_epoch_end(self, **kwargs):
         self.is_timing = False

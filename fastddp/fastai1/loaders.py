@@ -41,7 +41,7 @@ from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole
 #                        global_batches, shard      when the fit begins: N times the batch, and this
 #                                                   rank's items of it. In validations `shard`
 #                                                   yields whole batches
-#                        batch_counts, batch_positions   in a loop over a shard
+#                        step_of                    in a loop over a shard
 #                        own_loader                 when the fit ends
 #     on rank 0          text_order                 when the state is sent back
 #     in the notebook    set_text_order             when the state is applied
@@ -227,17 +227,10 @@ def own_loader(dl):
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 # Where a loop over a sharded loader is: `_shard.epoch` is the state of the innermost one that runs
 
-def batch_counts(dl):
-    """Return `(items of this rank that count, items of the global batch)` for the batch that a
-    sharded `dl` has just yielded"""
+def step_of(dl):
+    "Return this rank's `Step` of the batch that a sharded `dl` has just yielded"
     epoch = torch_dl(dl)._shard.epoch
-    return epoch.counts[epoch.n_yielded-1]
-
-def batch_positions(dl):
-    """Return the positions of this rank's items, in the epoch of one process, for the batch that a
-    sharded `dl` has just yielded"""
-    epoch = torch_dl(dl)._shard.epoch
-    return list(epoch.steps[epoch.n_yielded-1].positions)
+    return epoch.steps[epoch.n_yielded-1]
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #b948cad0
 def fit_loaders(data # A `DataBunch`

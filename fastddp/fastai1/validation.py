@@ -19,7 +19,7 @@ from fastcore.basics import noop, patch, store_attr
 from ..base import group
 from ..base.scoped import set_entries, with_attrs
 from .loaders import is_lm, own_loader, shard, torch_dl
-from ..shard.gathered_loss import STATEFUL
+from ..shard.loss_state import STATEFUL
 from ..shard.loss import loss_name
 from ..shard.sharded import original
 from ..shard.torch_loader import torch_bs, why_not_torch
@@ -122,7 +122,7 @@ def _batches_depend(self:Validation, model, dl, loss_func):
     operation"""
     whole = original(torch_dl(dl))
     if why_not_torch(whole) or is_lm(dl): return True
-    if loss_func and self.losses.is_stateful:
+    if loss_func and self.losses.watch.is_stateful:
         self.losses.print_once(STATEFUL.format(loss_name(loss_func)), 'stateful')
         return True
     bs = torch_bs(whole)
@@ -159,14 +159,14 @@ def _run(self:Validation, model, dl, loss_func, handler, metrics, pbar):
         sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
         return handlers_own(loss) or self.ranks.stop_requested()
     def watched(*args):
-        return self.losses.watched(loss_func, False, partial(loss_func, *args))
+        return self.losses.watch.watched(loss_func, False, partial(loss_func, *args))
     running = with_attrs(self, is_running=True)
     with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
         results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
                                        average=False)
     # A rank that was asked to stop has ended its loop. Here it stops all others, too
-    is_stateful,*_ = self.ranks.all_reduce(self.losses.is_stateful_here)
-    self.losses.is_stateful |= is_stateful > 0
+    is_stateful,*_ = self.ranks.all_reduce(self.losses.watch.is_stateful_here)
+    self.losses.watch.is_stateful |= is_stateful > 0
     # Ranks may have different numbers of batches. If a callback validates in each of them, and
     # so draws from the common streams, these differ
     self.common.set_state(group.from_rank0(self.common.state()))

@@ -31,7 +31,7 @@ from .snapshot import copy_of
 from ..output.replay import suppress_lines
 from ..payload.changes import apply_changes
 from ..payload.state import get_hooks
-from ..shard.gathered_loss import tensors_in
+from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
 # Used here:

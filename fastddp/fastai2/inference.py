@@ -18,7 +18,7 @@ from ..base.scoped import with_attrs
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
-from ..shard.gathered_loss import STATEFUL
+from ..shard.loss_state import STATEFUL
 from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
 
@@ -170,7 +170,7 @@ def _goes_over_all(learn, dl, n, fit):
     here,_ = why_one_process(learn, dl, n)
     if here: return True
     losses = fit.losses     # whether a loss of any rank, or of this one, has a state
-    if not (losses.is_stateful or losses.is_stateful_here): return False
+    if not (losses.watch.is_stateful or losses.watch.is_stateful_here): return False
     losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
     return True
 

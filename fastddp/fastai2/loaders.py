@@ -115,10 +115,9 @@ class ShardedDL(Sharded):
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
     def __len__(self):
         s = self._shard
-        if not s.whole_batches: return super().__len__()
-        # in a validation a progress bar counts the batches of all ranks
-        if not s.train: return len(s.orig)
-        return len(s.orig)//s.n if self.drop_last else math.ceil(len(s.orig)/s.n)
+        n_batches = super().__len__()
+        if s.whole_batches and s.train and self.drop_last: n_batches -= n_batches%s.n
+        return s.n_steps(n_batches)
     def _begin(self):
         "Draw the order of the epoch, the same on all ranks; return its batches."
         self.randomize()
@@ -211,7 +210,7 @@ class Undivided(ReadsAround):
         with one_iteration(self, []) as epoch:
             for b in iterate_original(self, self._shard.common):
                 n,start = n_items(b),len(epoch.idxs)
-                self._count(epoch, n, range(start, start+n))
+                self._count(epoch, n, range(start, start+n), n)
                 yield b
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
@@ -296,7 +295,7 @@ def shard_batches(dl,      # A loader, not sharded itself
 ):
     "Return the loader that yields the whole batches of `dl` that `rank` predicts or validates"
     res = shard_dl(dl, rank, n, 'global', train=False, common=common)
-    res._shard.whole_batches = True
+    res._shard.whole_batches = res._shard.has_all_numbers = True
     return res
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38

@@ -20,7 +20,7 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.scoped import with_attrs
 from .events import OurCallback, _FIRST
-from ..shard.gathered_loss import join_rows
+from ..shard.local_batch import join_rows
 from ..shard.sharded import is_sharded, original
 from ..shard.trees import map_tensors, on_cpu, trees_of_ranks, turns_of_ranks
 

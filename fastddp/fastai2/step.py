@@ -21,31 +21,34 @@ from ..base.scoped import with_attrs
 from .events import _FIRST, OurCallback, runs_user_code
 from .together import BATCH_EVENTS, Votes
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED, LocalBatch
+from ..shard.gathered_loss import AVERAGED
 from ..shard.gradients import (
     FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
+from ..shard.local_batch import LocalBatch
 from ..shard.loss import class_weights, loss_name, loss_part
-from ..shard.sharded import CantShard
+from ..shard.loss_terms import check_terms
+from ..shard.sharded import CantShard, Step
 from ..shard.trees import is_list_of_items, tensors_in
 
 # %% ../../nbs/fastai2/714_step.ipynb #de7c60fd
-def true_counts(learn # A learner in a training phase
-): # `(items of this rank, items of all ranks)`
-    "Return how many items of the current batch count, without those that pad a rank's batch"
-    counts = getattr(learn.dl,'counts',())      # of a sharded loader: a pair for each batch
-    if learn.iter < len(counts): return counts[learn.iter]
-    # a callback may run a batch under a higher number, or put another loader into `learn.dl`
-    return counts[-1] if counts else (find_bs(learn.yb),)*2
+def step_of(learn # A learner in a training phase
+):
+    "Return the `Step` of the current batch: how many items count, and how many the model was fed"
+    epoch = getattr(getattr(learn.dl,'_shard',None), 'epoch', None)
+    steps = epoch.steps if epoch else ()
+    if learn.iter < len(steps): return steps[learn.iter]
+    # a callback may run a batch under a higher number
+    if steps: return steps[-1]
+    n = find_bs(learn.yb)       # of a loader that isn't sharded, which a callback has put in
+    return Step((), n, range(n), n)
 
 # %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
 def global_items(learn):
     "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
-    if not getattr(learn.dl,'counts',()): return find_bs(learn.yb)
-    count,total = true_counts(learn)
-    # a sharded loader feeds a rank at least 2 items: see `shard.sharded.pad_shard`
-    if any(is_list_of_items(y, max(count, 2)) for y in learn.yb): return total
-    n_fed = find_bs(learn.yb)
-    return round(total*n_fed/max(count, 2))
+    step = step_of(learn)
+    if any(is_list_of_items(y, step.n_fed) for y in learn.yb): return step.total
+    # a callback may have made several rows of each item that the model was fed
+    return round(step.total*find_bs(learn.yb)/(step.n_fed or 1))
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d329
 class GlobalLoss:
@@ -83,7 +86,7 @@ def numbers(self:GlobalLoss,
     "Return the numbers of this rank's loss that a vote sums: none if the device does"
     if self.part is None:
         n_items = self.call.n_items
-        self.part = self._find_part(true_counts(self.learn)[0] if n_items is None else n_items)
+        self.part = self._find_part(step_of(self.learn).counts[0] if n_items is None else n_items)
     if self.is_computed(): loss = self.learn.loss
     # fastai's kinds of tensors make each operation slower
     loss = loss.detach().as_subclass(torch.Tensor)
@@ -95,8 +98,8 @@ def numbers(self:GlobalLoss,
 def _find_part(self:GlobalLoss, n_items): # That count of this rank's
     "Return this rank's `LossPart`"
     f = self.call.user_func()
-    return loss_part(f, self.learn.yb, n_items, self.call.losses.reduction(f),
-                     to_number=not self.sums_on_device)
+    return loss_part(f, self.learn.yb, n_items, step_of(self.learn).n_fed,
+                     self.call.losses.reduction(f), to_number=not self.sums_on_device)
 
 # %% ../../nbs/fastai2/714_step.ipynb #2bf60d2d
 @patch
@@ -177,7 +180,7 @@ class LossCall:
         f = self.learn.loss_func
         training = self.learn.training
         gathers = training and self.losses.is_gathered(f)
-        if f is self or not (gathers or self.losses.is_unwatched(f, training)): return
+        if f is self or not (gathers or self.losses.watch.needs_watching(f, training)): return
         self.f = f
         vars(self.learn)['loss_func'] = self
     def restore(self):
@@ -210,7 +213,7 @@ def __call__(self:LossCall, pred, *yb):
     self.restore()
     self.restore_forward()
     call = partial(self._loss, f, pred, yb)
-    try: return self.losses.watched(f, self.learn.training, call)
+    try: return self.losses.watch.watched(f, self.learn.training, call)
     # it may be called again; a call may have exchanged it
     finally: self.replace_forward() if in_event else self.replace()
 
@@ -225,9 +228,8 @@ def _of_all_ranks(self:LossCall, f, pred, yb):
     """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
     gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
     learn = self.learn
-    count = true_counts(learn)[0]
-    positions = getattr(learn.dl,'idxs',())[-count:] if count else ()
-    batch = LocalBatch(pred, yb, count, positions)
+    step = step_of(learn)
+    batch = LocalBatch(pred, yb, len(step.positions), step.n_fed, step.positions)
     votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
                                layout=batch.layout())
     columns = map(votes.values, ('nbytes','items','layout'))
@@ -462,10 +464,10 @@ def _meet(self:StepSync, loss):
     "Vote before the first pass, that of `loss`; return how the batch averages gradients"
     self._check_terms(loss)
     batch_loss = self.batch.loss
-    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.is_stateful_here)
+    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.watch.is_stateful_here)
     if self.uses_ddp(): numbers |= self.overlapped.status(loss)
     result = self._vote_of_pass(backward=1., **numbers)
-    self.losses.is_stateful |= result.sum('stateful') > 0
+    self.losses.watch.is_stateful |= result.sum('stateful') > 0
     how = self._decide(result)
     batch_loss.combine(result)
     return how
@@ -476,7 +478,7 @@ def _check_terms(self:StepSync, loss):
     node,learn = self.batch.loss_node,self.learn
     if node is None: return
     cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
-    self.losses.check_terms(node, learn.pred, learn.model.named_parameters, loss, cbs)
+    check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
 
 @patch
 def _vote_of_pass(self:StepSync, **numbers):

@@ -6,20 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #67911b95
-import types, zlib
-from collections import deque
-from collections.abc import MutableMapping
-from numbers import Integral
-
 import torch
-from fastcore.basics import GetAttr, patch
-from fastcore.foundation import L
+from fastcore.basics import patch
 
 from ..base import group
+from ..base.device import is_out_of_memory
 from ..base.errors import CantDistribute
-from .gradients import graph_of, leaves_of
-from .loss import is_known, loss_name, unwrapped
-from .trees import is_list_of_items, tensors_in, with_tensors
+from .local_batch import NO_ROWS
+from .loss import is_known, loss_name
+from .loss_state import LossState, LossWatch
 
 # The ranks join what they have of a training batch in each call of a loss function that
 # `Losses.is_gathered`. The caller is `fastai2.step` or `fastai1.callbacks`, on all ranks:
@@ -27,388 +22,15 @@ from .trees import is_list_of_items, tensors_in, with_tensors
 #   LocalBatch              this rank's predictions and targets, one row per item
 #   meeting of the ranks    held by the caller: they exchange `nbytes`, `count` and `layout()`
 #   Losses.of_all_ranks     decides from these numbers, so all ranks decide alike
-#   |-- they fit together   LocalBatch.gather: all_gather_tensors. Each rank calls the loss function
-#   |                       with the predictions and targets of all, and tells the others whether
-#   |                       that raised an error: a second meeting, `agree`
+#   |-- they fit together   `LocalBatch.exchange`, a collective. Then each rank by itself joins the
+#   |                       predictions and targets of all, and calls the loss function with them.
+#   |                       A second meeting, `agree`: did that raise an error on some rank?
 #   `-- they don't, or an   returns None. The caller computes the loss of this rank's items. The
 #       error was raised    function's kind is 'average' then, for which the ranks don't meet
 #
-# An error of a rank that ends the fit (the user's, or with the option 'gather') is raised before
-# `agree`, in which the other ranks wait. The launcher ends them when that rank reports its error.
-#
-# The sections: rows of an item; `LocalBatch`; parts of a batch without gradients, for metrics; the
-# state of a loss function; `Losses`.
-#
-# Used here:
-#   group.all_gather_tensors    a collective: the tensors of each rank, without a graph
-#   group.all_gather_object     a collective: the object of each rank, with tensors on the CPU
-#   graph_of(loss, until)       the nodes of the autograd graph from which `loss` is computed, as a
-#                               set; the walk stops at the nodes `until`, which aren't in the set
-#   leaves_of(nodes)            the ids of the parameters and other leaf tensors among nodes
-#   tensors_in, with_tensors    the tensors of a tree (`shard.trees`), and a copy with others
-#   is_known(f)                 True if `shard.loss` can combine the losses `f` of ranks
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #922c3204
-# The rows of an item in a tensor: one, or several, or none. If items a, b and c have two rows each,
-# these are in one of two orders, between which `rows_by_views` decides for a batch:
-#
-#     together    a0 a1 b0 b1 c0 c1       the words of texts
-#     by views    a0 b0 c0 a1 b1 c1       two views of each image
-#
-# `by_item` makes [[a0,a1], [b0,b1], [c0,c1]] of both, so that items can be joined and sorted.
-
-def rows_per_item(t, # A tensor
-                  bs # Number of items of the batch
-):
-    "Return how many rows of `t` each item has, or 0 if its rows don't belong to items"
-    if not t.ndim: return 0
-    if not bs: return int(not len(t))        # a rank without items
-    return 0 if len(t)%bs else len(t)//bs
-
-def rows_by_views(tensors, # Those of one batch
-                  bs       # Number of items of the batch
-):
-    """Return True if tensors with several rows per item have them by views. No tensor says this.
-    If another one has one row per item, and as many columns as these have rows of an item, the rows
-    lie together: texts, say, whose predictions were flattened. Otherwise they are taken for views
-    """
-    several = {len(t)//bs for t in tensors if t.ndim and bs and not len(t)%bs} - {0,1}
-    return not any(t.ndim > 1 and len(t) == bs and t.shape[1] in several for t in tensors)
-
-def by_item(t,       # A tensor
-            k,       # Its number of rows for each item
-            by_views # What `rows_by_views` returned
-):
-    "Return `t` reshaped to one row for each item"
-    if k < 2: return t
-    return t.reshape(k,-1,*t.shape[1:]).transpose(0,1) if by_views else t.reshape(-1,k,*t.shape[1:])
-
-def from_items(t, k, by_views):
-    "Undo `by_item`"
-    if k < 2: return t
-    return (t.transpose(0,1) if by_views else t).flatten(0,1)
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #6f470f0f
-def _numbers_rows(t # A tensor with several rows for each item, such as two views
-):
-    """True for targets that are the numbers of the batch's rows in some order, such as where
-    another view of the item is. No classes are like this: all views of an item are of one class"""
-    is_one = t.ndim == 1 and t.dtype in (torch.int64,torch.int32)
-    return is_one and torch.equal(t.sort().values.long(), torch.arange(len(t), device=t.device))
-
-NO_ROWS = -1.   # see `LocalBatch.layout`
-
-def is_list(o): return not isinstance(o, torch.Tensor)
-def all_numbers(o): return all(isinstance(i, Integral) for i in o)
-
-class LocalBatch:
-    """This rank's predictions and targets of a training batch, arranged to be joined with others'.
-    Its tensors hold the items that the model was fed; the first `count` of these count, others are
-    padding. A tensor has one row for each item, or several, or none (`rows_each`). A list with an
-    entry for each item is joined entry by entry.
-
-    Each rank computes the loss of all items, of which only its own predictions have a graph. With m
-    items of this rank, M of all, and N ranks, the caller multiplies that loss by N*m/M
-    (`LossPart.scale`), and the gradients are averaged over ranks. So a parameter
-
-        of the model            gets the sum over ranks of m/M * M/m * (the gradient of this rank's
-                                predictions): `_join` puts in the factor M/m. The sum is all of it
-        of the loss function    has the same whole gradient on each rank, and gets its mean by items
-    """
-    def __init__(self, pred, yb,
-        count,    # Number of this rank's items that count, as its loader says
-        positions # Positions of these items in the epoch of one process
-    ):
-        self.tree = pred,tuple(yb)
-        n_fed,count = self._count_items(count)
-        self.n_fed = n_fed
-        self.count = count
-        self.positions = self._known_positions(positions)
-        leaves = self._leaves(self.tree, n_fed)
-        lists = [[*o] for o in leaves if is_list(o)]
-        self.lists = [o[:count] for o in lists]
-        # an entry of each: a rank without items was fed some of others
-        self.entries = [o[0] for o in lists]
-        self.is_list = [is_list(o) for o in leaves]
-        tensors = [o for o in leaves if not is_list(o)]
-        self.by_views = rows_by_views(tensors, n_fed)
-        self.rows_each = [rows_per_item(t, n_fed) for t in tensors]     # in the order of tensors
-        # The tensors of the tree. Those with rows of items get one row per item, and no padding
-        self.tensors = [by_item(t, k, self.by_views)[:count] if k else t
-                        for t,k in zip(tensors, self.rows_each)]
-        self.numbers_rows = [k > 1 and _numbers_rows(t) for t,k in zip(tensors, self.rows_each)]
-        sent = *self.tensors,*tensors_in(self.lists)
-        self.nbytes = sum(t.numel()*t.element_size() for t in sent)
-        preds = self._leaves(pred, n_fed)
-        rows = [is_list(o) or rows_per_item(o, n_fed) for o in preds]
-        self.has_rows = any(rows)   # some prediction has rows of items
-        # True for a prediction without rows of items, such as a loss that the model computed
-        self.has_computed_number = any(not k and t.requires_grad for t,k in zip(preds, rows))
-    def _count_items(self, count):
-        "Return how many items the model was fed, and how many of these count"
-        n_fed = max(count, 2)       # see `shard.sharded.pad_shard`
-        leaves = self._leaves(self.tree[1], n_fed)
-        # Of the targets. If these can't be `n_fed` items, a callback left items out or added some:
-        # then each row is an item that counts
-        n_rows = next((len(o) for o in leaves if is_list(o) or o.ndim), n_fed)
-        if n_rows and not n_rows%n_fed: return n_fed, count
-        return n_rows, n_rows if count else 0
-    def _known_positions(self, positions):
-        "Return a number for each item that counts, by which the items of all ranks are sorted"
-        known = [*map(int, positions)] if all_numbers(positions) else []
-        if len(known) == self.count: return known
-        # the items of one rank come after those of another
-        first = group.rank()*2**32
-        return list(range(first, first+self.count))
-    def _leaves(self, tree, n_fed):
-        "Return the tensors of a tree, and its lists with an entry for each item"
-        return tensors_in(tree, self._is_leaf(n_fed))
-    def _is_leaf(self, n_fed):
-        # the tuple of targets isn't one of items, and neither is that of predictions and targets
-        own = self.tree,self.tree[1]
-        return lambda o: all(o is not t for t in own) and is_list_of_items(o, n_fed)
-
-    def layout(self):
-        """Return a number that is equal on ranks whose tensors fit together: a hash of types and
-        shapes; or `NO_ROWS`, which no hash is, if no prediction has rows of items"""
-        if not self.has_rows: return NO_ROWS
-        layouts = [(k, self.by_views and k > 1, str(t.dtype), [*(t.shape[1:] if k else t.shape)], o)
-                   for t,k,o in zip(self.tensors, self.rows_each, self.numbers_rows)]
-        return float(zlib.crc32(repr((layouts, self.is_list)).encode()))
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #3f33c1b7
-class _ScaleGradient(torch.autograd.Function):
-    "The identity; the backward pass multiplies the gradient by `factor`"
-    @staticmethod
-    def forward(ctx, t, factor):
-        ctx.factor = factor
-        return t.view_as(t)
-    @staticmethod
-    def backward(ctx, grad): return grad*ctx.factor, None
-
-@patch
-def _join(self:LocalBatch,
-          t, k,       # A tensor of this rank, with its graph, and its `rows_each`
-          parts,      # The same tensor of each rank, without a graph
-          counts,     # As of `gather`
-          order       # Indices that sort the rows of all ranks
-):
-    """Return the tensor of all ranks: their rows in one order, or the mean over items of a
-    number. A tensor whose rows don't belong to items stays this rank's"""
-    if t.ndim and not k: return t
-    total = sum(counts)
-    parts = [o.to(t.device) for o in parts]
-    # this rank's part keeps its graph; M/m, see `LocalBatch`
-    factor = total/self.count if self.count else 0.
-    own = _ScaleGradient.apply(t, factor) if t.requires_grad else t
-    parts[group.rank()] = own.as_subclass(torch.Tensor)
-    if k: whole = torch.cat(parts)[order.to(t.device)]
-    else: whole = sum(o*(m/total) for o,m in zip(parts, counts))    # means over items
-    # of the same kind of fastai's tensors, which have methods of their own
-    return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #071c80c6
-@patch
-def _renumbered(self:LocalBatch, parts, k, counts, order): # As of `_join`
-    "Return targets that number the rows of a rank's batch as numbers of rows of the joined one"
-    total = sum(counts)
-    place = order.argsort()     # of each item, in the joined batch
-    res = []
-    first = 0
-    for part,m in zip(parts, counts):
-        n_fed = max(m, 2)
-        view,item = (part//n_fed, part%n_fed) if self.by_views else (part%k, part//k)
-        # what is fed beside the items that count is a copy of them
-        new = place.to(part.device)[first+item.clamp(max=m-1)]
-        res.append((view*total+new if self.by_views else new*k+view).to(part.dtype))
-        first += m
-    return res
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #26490919
-def _with_graph(t, own):
-    "Return `t` with the graph of this rank's tensor `own`, which gets a gradient of zeros"
-    return t+own.flatten()[:0].sum() if own.requires_grad else t
-
-@patch
-def _join_lists(self:LocalBatch, counts, order):
-    "Return the lists of all ranks, with their entries in one order. A collective operation"
-    sent = [[tensors_in(entry) for entry in entries] for entries in self.lists]
-    of_ranks = group.all_gather_object(sent)
-    return [self._join_entries(*o, counts, order)
-            for o in zip(self.entries, self.lists, zip(*of_ranks))]
-
-@patch
-def _join_entries(self:LocalBatch, leaf, own, parts, counts, order):
-    "Return one list of all ranks; other ranks' entries have the structure of `leaf`"
-    device = next((t.device for t in tensors_in(leaf)), None)
-    joined = []
-    for rank,entries in enumerate(parts):
-        for i,tensors in enumerate(entries):
-            if rank == group.rank(): joined.append(self._scaled(own[i], counts))
-            else:
-                tensors = [t.to(device) for t in tensors]
-                if not own: tensors = [*map(_with_graph, tensors, tensors_in(leaf))]
-                joined.append(with_tensors(leaf, tensors))
-    return [joined[i] for i in order.tolist()]
-
-@patch
-def _scaled(self:LocalBatch, entry, counts):
-    factor = sum(counts)/self.count
-    return with_tensors(entry, [_ScaleGradient.apply(t, factor) if t.requires_grad else t
-                                for t in tensors_in(entry)])
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #4245b814
-@patch
-def gather(self:LocalBatch,
-    counts # `count` of each rank, whose `layout()` is the same
-):
-    """Return `(pred, yb)` of all ranks in the order of one process. Gradients flow to this
-    rank's predictions. A collective operation"""
-    sent = [torch.tensor(self.positions, dtype=torch.int64), *self.tensors]
-    # Of a rank with `m` items. Tensors without rows of items have the same shape on all ranks
-    shapes = [[(m,*t.shape[1:]) if k else t.shape for t,k in zip(sent, [1,*self.rows_each])]
-              for m in counts]
-    positions,*columns = zip(*group.all_gather_tensors(sent, shapes))
-    order = torch.cat(positions).argsort()
-    tensors = [*self.tensors]
-    columns = [*map(list, columns)]
-    for i,k in enumerate(self.rows_each):
-        if not self.numbers_rows[i]: continue
-        columns[i] = self._renumbered(columns[i], k, counts, order)
-        tensors[i] = columns[i][group.rank()].to(tensors[i].device)
-    joined = iter([self._join(*o, counts, order)
-                   for o in zip(tensors, self.rows_each, columns)])
-    lists = iter(self._join_lists(counts, order) if self.lists else ())
-    leaves = [next(lists if o else joined) for o in self.is_list]
-    return with_tensors(self.tree, leaves, self._is_leaf(self.n_fed))
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #cac318db
-# Parts of a batch, joined
-
-def join_rows(trees,    # The tree of tensors of each part, all of the same structure
-              positions # The positions of each part's items, one or more
-):
-    """Return the tree that one process would have, with rows in the order of `positions`, or None
-    if rows of different shapes can't be joined. A number becomes its mean over items. Of a tensor
-    whose rows don't belong to items, the first part's is taken"""
-    counts = [len(p) for p in positions]
-    def join(ts):
-        "Return the same tensor of all parts as one, or None"
-        first = ts[0]
-        if not first.ndim:
-            total = sum(t.double()*m for t,m in zip(ts, counts))
-            return (total/sum(counts)).to(first.dtype)
-        k = len(first)//counts[0]       # rows per item
-        if any(len(t) != k*m for t,m in zip(ts, counts)): return first
-        if any(t.shape[1:] != first.shape[1:] for t in ts): return None
-        position_of_row = torch.tensor([i for p in positions for i in p]).repeat_interleave(k)
-        return torch.cat(ts)[position_of_row.argsort(stable=True)]
-    joined = [join(ts) for ts in zip(*map(tensors_in, trees))]
-    if any(t is None for t in joined): return None
-    return with_tensors(trees[0], joined)
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #95871313
-_PLAIN_VALUES = int,float,str,bool,type(None)
-EMPTY = object()    # the content of a cell that has none
-
-# What is watched of a loss function `f`. By its kind:
-#
-#     f                  attributes                      module variables, variables around it
-#     function           its own                         those that it uses
-#     method             of the object to which it is    those that its function uses
-#                        bound, unless a torch module
-#     callable object    its own                         those that its class's `__call__` uses
-#     torch module       its own, those of submodules    those that its class's `forward` uses
-def _function_of(f):
-    "Return the Python function that a call of `f` runs; None if there is none"
-    name = 'forward' if isinstance(f, torch.nn.Module) else '__call__'
-    candidates = getattr(f, '__func__', f),getattr(type(f), name, None)
-    return next((o for o in candidates if isinstance(o, types.FunctionType)), None)
-
-def _objects_of(f):
-    "Return the objects whose attributes a call of `f` may change"
-    if isinstance(f, torch.nn.Module): return [*f.modules()]
-    owner = getattr(f, '__self__', None)
-    objects = [] if owner is None or isinstance(owner, torch.nn.Module) else [owner]
-    if not isinstance(f, types.MethodType): objects.append(f)
-    return [o for o in objects if hasattr(o, '__dict__')]
-
-class _ClassVars(MutableMapping):
-    "The attributes of a class, as a dict; a method of a class may change them"
-    def __init__(self, cls): self.cls = cls
-    def __getitem__(self, k): return vars(self.cls)[k]
-    def __setitem__(self, k, v): setattr(self.cls, k, v)
-    def __delitem__(self, k): delattr(self.cls, k)
-    def __iter__(self): return iter(vars(self.cls))
-    def __len__(self): return len(vars(self.cls))
-
-def _holders(f):
-    """Yield the dicts with attributes and module variables that a call of `f` may change, and for
-    each the names that count; None: all of them"""
-    for o in _objects_of(f): yield _ClassVars(o) if isinstance(o, type) else vars(o),None
-    function = _function_of(f)
-    if function is None: return
-    scope = function.__globals__
-    names = function.__code__.co_names
-    yield scope,[k for k in names if isinstance(scope.get(k), _PLAIN_VALUES)]
-
-def _content(cell):
-    "Return what the variable of a closure refers to, or `EMPTY`"
-    try: return cell.cell_contents
-    except ValueError: return EMPTY
-
-def _mark(v):
-    "Return what changes if `v` is changed in place, as far as that is seen at once"
-    if isinstance(v, torch.Tensor): return v._version
-    return len(v) if isinstance(v, (list,dict,set,deque)) else None
-
-class LossState:
-    "What a call of the loss function `f` may change beside its result, as it is now"
-    def __init__(self, f):
-        f,_ = unwrapped(f)
-        holders = [*_holders(f)]
-        # `(dict, names that count or None, those of them that it has)`
-        self.names = [(o, names, {k for k in (o if names is None else names) if k in o})
-                      for o,names in holders]
-        self.noted = [(o, {k:(o[k], _mark(o[k])) for k in (list(o) if names is None else names)
-                           if k in o and not isinstance(o[k], GetAttr)})
-                      for o,names in holders]
-        contents = [(c, _content(c)) for c in getattr(_function_of(f), '__closure__', None) or ()]
-        self.cells = [(c, v, _mark(v)) for c,v in contents
-                      if not isinstance(v, (GetAttr,torch.nn.Module))]
-        tensors = [v for _,values in self.noted for v,_ in values.values()]
-        tensors += [v for o in tensors if isinstance(o, dict) for v in o.values()]     # buffers
-        self.copies = [(t, t._version, t.detach().clone()) for t in tensors
-                       if isinstance(t, torch.Tensor) and not t.requires_grad]
-    def changed(self):
-        "Return the names of what was there and has changed, as a list"
-        names = [k for o,values in self.noted for k,(v,mark) in values.items()
-                 if o.get(k) is not v or _mark(v) != mark]
-        names += ['a variable around it' for c,v,mark in self.cells
-                  if v is not EMPTY and (_content(c) is not v or _mark(v) != mark)]
-        return names+['a buffer' for t,version,_ in self.copies if t._version != version]
-    def _created(self):
-        return [(o, k) for o,names,before in self.names for k in (o if names is None else names)
-                if k in o and k not in before]
-    def _filled(self): return [c for c,v,_ in self.cells if v is EMPTY and _content(c) is not EMPTY]
-    def created(self):
-        "Return the names of what wasn't there, as a list"
-        return [k for _,k in self._created()]+['a variable around it' for _ in self._filled()]
-    def undo(self):
-        "Undo what has changed; return the names of what can't be: containers changed in place"
-        lost = [k for o,values in self.noted for k,(v,mark) in values.items()
-                if not isinstance(v, torch.Tensor) and _mark(v) != mark]
-        for o,k in self._created(): del o[k]
-        for c in self._filled(): del c.cell_contents
-        for o,values in self.noted:
-            for k,(v,_) in values.items():
-                if o.get(k) is not v: o[k] = v
-        for c,v,_ in self.cells:
-            if _content(c) is not v: c.cell_contents = v
-        with torch.no_grad():
-            for t,version,copy in self.copies:
-                if t._version != version: t.copy_(copy)
-        return lost
+# Some errors end the fit: those of the user's code, a lack of memory, and with the option 'gather'
+# all. A rank raises them before `agree`, in which the other ranks wait, and the launcher ends these
+# when it reports its error.
 
 # %% ../../nbs/shard/314_gathered_loss.ipynb #0a1101a9
 # The losses of a fit
@@ -448,15 +70,11 @@ class Losses:
         self.show = show
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
-        self.shown = set()      # names of the lines that were shown
-        # True once a loss function has changed a state of its own in a call, on some rank. The same
-        # on all ranks, once they have met: `is_stateful_here` says what this rank saw
-        self.is_stateful = self.is_stateful_here = False
-        # `(id of a loss function, True in training)`: those that need no watching any more, and
-        # those whose first call has created attributes or variables
-        self.states_checked = set()
-        self.states_created = set()
-        self.terms_checked = False      # True once `check_terms` has searched a loss for them
+        self.done = set()       # what `is_first` was asked
+        self.watch = LossWatch(self.print_once)
+        # Id of a loss function -> tensors that it keeps, and didn't change in its last call, such
+        # as the weights of a frozen network
+        self.fixed = {}
 
     # The kind of a loss function
     def kind(self, f):
@@ -474,6 +92,19 @@ class Losses:
         "Return True if `f` is computed over the predictions of all ranks"
         return self.kind(f) == 'gather'
 
+    # Lines for the user
+    def is_first(self, name): # Any hashable object
+        "Return True the first time that it is asked for this `name`"
+        is_new = name not in self.done
+        self.done.add(name)
+        return is_new
+    def print_once(self, line,
+                   name # Of the line: a second line of that name isn't shown. Any hashable object
+    ):
+        "Show a line on rank 0"
+        if self.is_first(name) and group.rank() == 0: self.show(line)
+
+# %% ../../nbs/shard/314_gathered_loss.ipynb #a3c0e412
 # Kind of a loss -> how it is computed, for the user
 _HOW = dict(known="weighted by the elements that count", mean="a mean over items",
             sum="a sum over items", average="averaged over workers, weighted by items",
@@ -491,50 +122,10 @@ def has_averages(self:Losses):
     "Return True if a loss is averaged over ranks"
     return any(kind == 'average' for _,kind in self.kinds.values())
 
-@patch
-def print_once(self:Losses, line,
-               name # Of the line: a second line of that name isn't shown. Any hashable object
-):
-    "Show a line on rank 0"
-    if name not in self.shown and group.rank() == 0: self.show(line)
-    self.shown.add(name)
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #3da41deb
-_STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
-                  "batches that worker 0 had. From the next one on, every worker validates all.")
-STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
-            "what it keeps is as in one process.")
-
-@patch
-def is_unwatched(self:Losses, f, training):
-    "Return True if `watched` is to see the next call of `f`, a loss of the user's"
-    return self.kind(f) != 'known' and (id(f),training) not in self.states_checked
-
-@patch
-def watched(self:Losses, f, training, call # Called without arguments; calls `f`
-):
-    "Return `call()`; the first time or two, note whether `f` changes a state of its own"
-    if not self.is_unwatched(f, training): return call()
-    key = id(f),training
-    self.states_checked.add(key)
-    state = LossState(f)
-    loss = call()
-    created = state.created()
-    if not state.changed():
-        if not created: return loss
-        if key not in self.states_created:
-            self.states_created.add(key)
-            self.states_checked.remove(key)     # the next call tells
-            return loss
-    self.is_stateful_here = True
-    name = loss_name(f)
-    if not training: self.print_once(_STATE_OF_PART.format(name), ('part',name))
-    return loss
-
 # %% ../../nbs/shard/314_gathered_loss.ipynb #d9363b29
 _AVERAGED_INSTEAD = ("it is averaged over workers, weighted by items, which may differ slightly "
                      "from one process. If it is a sum over items, pass loss='sum'.")
-_GATHERED = ("{} is computed over the predictions of all workers: {:.2g} MB to exchange per step. "
+_GATHERED = ("{} is computed over the predictions of all workers: {} MB to exchange per step. "
              "If it is a mean over items, loss='mean' gives the same result faster.")
 _GATHERED_EXCEPT = ("{} is computed over the predictions of all workers, but a part of them is a "
                     f"number that the model computed: {AVERAGED}")
@@ -555,12 +146,13 @@ def of_all_ranks(self:Losses, f, # A loss function that `is_gathered`
         self.print_once(f"{name} can't be computed over the predictions of all workers "
                         f"({why_not}): {AVERAGED}", ('average',name))
         return None
-    state = LossState(f)
+    state = self._noted_state(f)
     loss = self._call_joined(f, batch, counts)
     if not agree(loss is None):
+        self.fixed[id(f)] = state.unchanged()
         # this may differ from rank to rank; the user sees rank 0's
         line = _GATHERED_EXCEPT if batch.has_computed_number else _GATHERED
-        self.print_once(line.format(name, sum(nbytes)/1e6), ('gather',name))
+        self.print_once(line.format(name, _mb(sum(nbytes))), ('gather',name))
         return loss
     lost = state.undo()
     self.kinds[id(f)] = f,'average'
@@ -573,63 +165,40 @@ def _why_not_joined(self:Losses, nbytes, layouts):
     """Return why the predictions of all ranks can't be joined; '' if they can. It follows from
     what was exchanged, so it is the same on all ranks"""
     if max(nbytes) > self.MOST_BYTES:
-        return f"their predictions have {max(nbytes)/1e6:.0f} MB per batch"
+        return f"their predictions have {_mb(max(nbytes))} MB per batch"
     fit = len({*layouts}) == 1 and layouts[0] != NO_ROWS
     return '' if fit else "their predictions don't fit together"
 
+def _mb(nbytes):
+    mb = nbytes/1e6
+    return f'{mb:,.0f}' if mb >= 10 else f'{max(mb, .01):.2f}'
+
+@patch
+def _noted_state(self:Losses, f):
+    "Return the state of `f`, so that a call can be undone"
+    state = LossState(f)
+    state.copy_tensors(self.fixed.get(id(f), ()))
+    return state
+
 @patch
 def _call_joined(self:Losses, f, batch, counts):
-    "Return the loss of what all ranks have; None if that raises an error"
+    "Return the loss of what all ranks have; None if that raises an error. A collective operation"
+    # an error in here ends the fit: other ranks may wait for this one
+    of_ranks = batch.exchange([int(m) for m in counts])
     try:
-        pred,yb = batch.gather([int(m) for m in counts])
+        pred,yb = batch.join(of_ranks)
+        del of_ranks    # the call of `f` may need the memory
         return f(pred, *yb)
     except Exception as e:      # `f` reads more than these, or has a mistake
-        if self.option == 'gather': raise
+        if self.option == 'gather' or is_out_of_memory(e): raise
         error = e
     self._try_alone(f, batch, error)
 
 @patch
 def _try_alone(self:Losses, f, batch, error):
     "Raise what `f` raises for this rank's items alone: that is the user's error"
-    state = LossState(f)
+    state = self._noted_state(f)
     with torch.no_grad():
         try: f(batch.tree[0], *batch.tree[1])
         except Exception as e: raise e from error
     state.undo()
-
-# %% ../../nbs/shard/314_gathered_loss.ipynb #de807578
-@patch
-def check_terms(self:Losses,
-    # Of the first training batch, as the loss function returned it: a tensor, or its node in
-    # the graph; a node if there is `changed`
-    loss,
-    pred,             # The predictions that it was given, a tree of tensors
-    named_parameters, # Those of the model, a method
-    changed=None,     # The loss of the backward pass, to which callbacks may have added
-    cbs=()            # These callbacks
-):
-    """Tell the user of terms that each rank computes of what it has, so that they are averaged.
-    Only the first call searches"""
-    if self.terms_checked: return
-    self.terms_checked = True
-    preds = {t.grad_fn for t in tensors_in(pred)}
-    self._check_own_terms(loss, preds, named_parameters)
-    if changed is not None: self._check_added_terms(changed, loss, preds, named_parameters, cbs)
-
-@patch
-def _check_own_terms(self:Losses, loss, preds, named_parameters):
-    "Search from `loss` to the predictions for parameters of the model: a penalty on weights"
-    used = leaves_of(graph_of(loss, until=preds))
-    names = sorted(name for name,p in named_parameters() if id(p) in used)
-    if names:
-        self.print_once("A term of the loss doesn't come from predictions and targets (it uses "
-                        f"{', '.join(names[:3])}): {AVERAGED}", 'terms')
-
-@patch
-def _check_added_terms(self:Losses, changed, loss, preds, named_parameters, cbs):
-    "Search from `changed` to `loss` for predictions and parameters: what a callback added"
-    added = graph_of(changed, until=[loss])
-    params = {id(p) for _,p in named_parameters()}
-    if preds.isdisjoint(added) and params.isdisjoint(leaves_of(added)): return
-    who = ', '.join(type(cb).__name__ for cb in cbs)
-    if who: self.print_once(f"{who} changes the loss (loss_grad): {AVERAGED}", 'penalty')

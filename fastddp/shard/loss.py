@@ -13,14 +13,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..base import group
-
 # %% ../../nbs/shard/304_loss.ipynb #0d0a5c01
 # The loss of a global batch, made of the losses that ranks have computed of their items. The
 # sections: kinds of losses, class weights, the divisor, `LossPart`.
 #
-# Used here:
-#   group.world_size()      the number of ranks
 # Called on each rank, in each training batch, by `fastai2.step` and `fastai1.callbacks`, which
 # exchange the numbers. `gathered_loss.Losses` decides which losses are combined here.
 
@@ -177,6 +173,7 @@ class LossPart(NamedTuple):
 def loss_part(loss_func, # The learner's
               yb,        # Tuple of this rank's targets
               count,     # Number of this rank's items that count
+              n_fed,     # Number of items that its model was fed, with those that pad them
               # 'mean' or 'sum': treat the loss as one over items. None: as the known `loss_func`
               reduction=None,
               # Make a number of a divisor that is a tensor. None: only on the CPU, where that needs
@@ -185,8 +182,8 @@ def loss_part(loss_func, # The learner's
 ):
     "Return this rank's `LossPart` of a training batch"
     # A rank with 1 item is fed it twice, so half of what it is fed counts; one without
-    # items is fed two of others, which don't (`shard.sharded.pad_shard`)
-    share = min(count/2, 1.) if group.world_size() > 1 else 1.
+    # items is fed some of others, which don't (`shard.sharded.pad_shard`)
+    share = count/n_fed if n_fed else 0.
     is_sum = is_sum_loss(loss_func) if reduction is None else reduction == 'sum'
     if is_sum: return LossPart(float(share), True)
     if reduction: return LossPart(float(count), False)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/305_read_whole.ipynb #419b0264
-import itertools, math
+import itertools
 from contextlib import nullcontext
 
 import torch
@@ -33,9 +33,9 @@ class ReadsAround(Sharded):
     def __setattr__(self, k, v):
         if k in ('counts','idxs'): vars(self)[k] = v
         else: setattr(self._shard.orig, k, v)
-    def _count(self, epoch, total, positions):
+    def _count(self, epoch, *step): # As of `Step`, without its items
         "Note the batch that is yielded next"
-        epoch.steps.append(Step((), total, positions))
+        epoch.steps.append(Step((), *step))
         note_step(self, epoch)
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
@@ -77,9 +77,9 @@ class ReadWhole(ReadsAround):
         return ReadWhole, (s.orig, s.rank, s.n, batch, s.train, nullcontext())
     def __len__(self):
         s = self._shard
-        in_turn = s.whole_batches and s.train
-        if not in_turn: return len(s.orig)
-        return len(s.orig)//s.n if s.drops_last else math.ceil(len(s.orig)/s.n)
+        n_batches = len(s.orig)
+        if s.whole_batches and s.drops_last: n_batches -= n_batches%s.n
+        return s.n_steps(n_batches)
     def _iter_shard(self):
         s = self._shard
         batches = iterate_original(self, s.common)
@@ -93,16 +93,17 @@ class ReadWhole(ReadsAround):
                 if s.whole_batches: b,own = self._in_turn(read, sizes)
                 else: b,own = self._rows(*read, total, len(epoch.steps))
                 if b is not None:
-                    self._count(epoch, total, range(start+own.start, start+own.stop, own.step))
+                    positions = range(start+own.start, start+own.stop, own.step)
+                    self._count(epoch, total, positions, n_items(b))
                     yield b
                 start += total
     def _in_turn(self, read, sizes):
         "Return this rank's one of the batches that were read, or None; and the range of its items"
         s = self._shard
-        if s.rank < len(read): b,n_own,first = read[s.rank],sizes[s.rank],sum(sizes[:s.rank])
-        # in the last round a rank without a batch is fed items of another one, which don't count
-        else: b,n_own,first = (read[0] if s.train else None),0,0
-        if s.train and n_own < 2: b = self._fed(b, sizes[s.rank*(n_own > 0)], range(n_own))
+        if s.rank >= len(read):     # in the last round; in training it is fed what doesn't count
+            return self._fed(read[0], sizes[0], range(0)) if s.train else None, range(0)
+        b,n_own,first = read[s.rank],sizes[s.rank],sum(sizes[:s.rank])
+        if s.train and n_own == 1: b = self._fed(b, n_own, range(n_own))
         return b, range(first, first+n_own)
     def _rows(self, b, total, number):
         "Return this rank's rows of the batch of this number, and the range of its items"
@@ -112,7 +113,7 @@ class ReadWhole(ReadsAround):
         return self._fed(b, total, own), own
     def _fed(self, b, size, own):
         """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
-        it can't be cut"""
+        it can't be cut. All of it counts then, or, if there are no rows `own`, nothing"""
         if not can_be_cut(b, size): return b
         rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
         def part(o):

@@ -20,15 +20,16 @@ from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 from .trees import spec_of, tensors_in
 
-# %% ../../nbs/shard/301_sharded.ipynb #567362d2
+# %% ../../nbs/shard/301_sharded.ipynb #a3c0e501
 # N ranks read the batches that one process would read with N times the batch size. The sections:
 #
-#     why loaders are refused
 #     batches and shards      the arithmetic: functions of lists, without loaders
-#     sharded loaders         `Shard`, `Epoch`, and `Sharded`, the base class
+#     state                   `Shard` and `Epoch`: what a sharded loader knows
 #     clones                  how a sharded loader is made of the user's
 #     write_back              how what changes in a clone gets into the user's loader
+#     `Sharded`               the base class of sharded loaders, which iterates
 #     processes of a loader
+#     sizes, and why loaders are refused
 #
 # One collective: at the beginning of an epoch `Sharded` has the ranks agree on its order
 # (`agree_on_order`). Each has drawn it by itself, from streams that are the same on all ranks.
@@ -39,42 +40,9 @@ from .trees import spec_of, tensors_in
 # Subclasses of `Sharded`: `ShardedDL` and `Undivided` (`fastai2.loaders`), and `ShardedTorch`
 # (`shard.torch_loader`). `Undivided` yields whole batches, and has an `_iter_shard` of its own.
 
-# Why loaders are refused
-
-class CantShard(CantDistribute):
-    "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
-
-def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.train'
-                  n,    # Number of ranks
-                  why   # The reason and the remedy, as sentences
-):
-    "Raise `CantShard` for the loader `name`"
-    raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
-
-# %% ../../nbs/shard/301_sharded.ipynb #af080e37
-def too_few(bs,   # Items of a full global batch; None where a batch sampler decides
-            steps # Number of steps of an epoch
-):
-    "Return why there is no training data, with the remedy, or None if there is some"
-    if steps: return None
-    if not bs: return "its batch sampler makes no batch. Check its batch size and `drop_last`."
-    return (f"it is empty, or its items make no full batch of {bs}. Use a smaller batch, "
-            "`batch='global'`, or `drop_last=False`.")
-
-# %% ../../nbs/shard/301_sharded.ipynb #2488c55a
+# %% ../../nbs/shard/301_sharded.ipynb #40609714
 # The arithmetic of batches and shards
 
-def global_batch_size(bs, # The loader's own batch size; None where a batch sampler decides
-                      n,  # Number of ranks
-                      batch # 'per_worker': `bs` is that of one worker, or the 'global' one
-):
-    """Return the number of items of a full global batch, or None if `bs` is None. Raises
-    `CantShard` for another `batch`"""
-    if batch not in ('per_worker','global'):
-        raise CantShard(f"batch={batch!r}: use 'per_worker' or 'global'")
-    return bs and bs*(n if batch=='per_worker' else 1)
-
-# %% ../../nbs/shard/301_sharded.ipynb #40609714
 def shard_batch(batch, # One global batch
                 rank,  # This rank, from 0
                 n      # Number of ranks
@@ -99,6 +67,7 @@ class Step(NamedTuple):
     items:list      # Items or indices that its model is fed, in training padded by `pad_shard`
     total:int       # Number of items of the global batch
     positions:range # Positions of its own items in the epoch of one process
+    n_fed:int       # Number of items that its model is fed
 
     @property
     def counts(self):
@@ -114,36 +83,43 @@ def shard_steps(batches, # Batches of the loader of one process, in order
 ):
     "Yield the `Step`s of `rank` in an epoch"
     start = 0       # position of the global batch in the epoch
-    # the loader's batches that make one global batch; the last group may have fewer than `n`
-    groups = chunked(batches, n) if whole_batches else ([b] for b in batches)
-    for group in groups:
-        batch = [o for b in group for o in b]
+    # the loader's batches that make one global batch; the last step may have fewer than `n`
+    steps = chunked(batches, n) if whole_batches else ([b] for b in batches)
+    for parts in steps:
+        batch = [o for b in parts for o in b]
         if whole_batches:
-            # those of the rank's batch; empty if the last group has none for it
-            sizes = [len(b) for b in group]
+            # those of the rank's batch; empty if the last step has none for it
+            sizes = [len(b) for b in parts]
             indices = range(sum(sizes[:rank]), sum(sizes[:rank+1]))
         else: indices = shard_batch(range(len(batch)), rank, n)
         own = [batch[i] for i in indices]
         positions = range(start+indices.start, start+indices.stop, indices.step)
-        if train: yield Step(pad_shard(own, batch, n), len(batch), positions)
-        elif own: yield Step(own, len(batch), positions)
+        fed = pad_shard(own, batch, n) if train else own
+        if train or own: yield Step(fed, len(batch), positions, len(fed))
         start += len(batch)
 
 # %% ../../nbs/shard/301_sharded.ipynb #f15aba19
-# Sharded loaders. Such a loader has a `Shard`; in each iteration that has an `Epoch`
+# The state of a sharded loader
+
 class Shard:
     """The state of a sharded loader, as its attribute `_shard`: what it is made from, how that is
     divided, and where the current epoch stands. Who sets its attributes, besides the arguments:
 
         bs              also a callback of the user's, during a fit (`ShardedDL.bs`)
-        whole_batches   before the first iteration: `TorchShard`, and those who shard a loader to
-                        predict or validate (`fastai2.inference`, `fastai1.loaders`)
+        whole_batches   before the first iteration: `TorchShard`, `ReadWhole`, and the functions
+                        that shard a loader: `fastai2.loaders.shard_fastai` for one that makes its
+                        batches by code of its own; `fastai2.loaders.shard_batches` and
+                        `fastai1.loaders.shard` to predict or validate
+        has_all_numbers `fastai2.loaders.shard_batches`
         epoch           `one_iteration` and `note_step`
         attrs_before    `track_changes`
         other_loop      `fastai2.callbacks` or `fastai1.callbacks`, when a fit shards its loaders
         fit_loop_next   the same set it to True, after all other callbacks and just before a loop of
                         the fit; `Sharded.__iter__` sets it to False when that begins"""
     whole_batches = False   # each rank takes whole batches in turn, see `shard_steps`
+    # A rank's batches have the numbers that they have in one process, so the length is that one's:
+    # a progress bar counts the batches of all ranks
+    has_all_numbers = False
     epoch = None            # the `Epoch` that is read, or was read last
     attrs_before = None     # the sharded loader's attributes; None: `write_back` does nothing
     # In a fit only the fit's own loop reads this rank's shard. A callback that loops over the
@@ -169,6 +145,11 @@ class Shard:
         "Return the loader's own batches of an epoch, lists of indices, the same on all ranks"
         batches = [[*b] for b in batches]
         return self.agree_on_order(batches) if self.agree_on_order else batches
+    def n_steps(self, n_batches): # Number of the loader's own batches
+        "Return the length of the sharded loader"
+        if self.has_all_numbers or not self.whole_batches: return n_batches
+        # in training each rank has as many steps as rank 0
+        return len(range(0 if self.train else self.rank, n_batches, self.n))
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
         return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
@@ -227,7 +208,70 @@ def batch_items(dl,  # A loader in the middle of an epoch
     items = [int(o) for o in epoch.steps[i].items if isinstance(o, numbers.Integral)]
     return tuple(dict.fromkeys(items))      # a rank may have borrowed an item twice
 
+# %% ../../nbs/shard/301_sharded.ipynb #7e36e064
+# Clones: a sharded loader is a copy of the user's, of a subclass of its class
+
+def sharded_class(mixin, cls):
+    "Return the subclass of `mixin` and `cls`, the same class in each call"
+    # Python's list of subclasses keeps none: a class of a cell is freed with its last loader
+    made = next((o for o in type.__subclasses__(cls) if o.__bases__ == (mixin,cls)), None)
+    return made or type(cls)('Sharded'+cls.__name__, (mixin,cls), dict(__module__=cls.__module__))
+
+def _blank(mixin, cls):
+    "Return an object of the `sharded_class`, without attributes: no constructor runs"
+    return object.__new__(sharded_class(mixin,cls))
+
+def _bound_to(v, o): return isinstance(v, MethodType) and v.__self__ is o
+
+def clone_loader(dl, # The loader to copy the attributes of
+                 res # An object of the same class or a subclass, without attributes
+):
+    "Give `res` all attributes of `dl`, and bind to it the methods that were bound to `dl`"
+    for k,v in vars(dl).items():
+        res.__dict__[k] = MethodType(v.__func__, res) if _bound_to(v,dl) else v
+    return res
+
+def sharded_clone(mixin, # Subclass of `Sharded`
+                  shard  # The clone's `Shard`
+):
+    "Return a clone of `shard.orig` that yields one rank's shard"
+    res = clone_loader(shard.orig, _blank(mixin, type(shard.orig)))
+    res._shard = shard
+    return res
+
+# %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
+# What changes in a clone is copied to the original: the notebook gets the original of rank 0. This
+# is called
+#
+#     track_changes    when the clone is made and complete; after another loop over the original has
+#                      changed both (`fastai2.loaders.follow_original`); by `write_back`
+#     write_back       twice in each epoch (`Sharded`); before rank 0 sends the original; when a fit
+#                      ends or restores the generators of its loaders
+#
+# Attributes of the clone that aren't copied. `_iterator`: a torch loader's, with processes that
+# persist; `it`: the iterator of a fastai loader over its dataset
+_STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
+
+def track_changes(dl):
+    "Note the attributes of the sharded `dl`: `write_back` copies those that change from now on"
+    dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _STAY_IN_CLONE}
+
+def write_back(dl):
+    """Copy the attributes of the sharded `dl` that changed since `track_changes` to its original.
+    An attribute counts as changed if it is another object; others are shared"""
+    before = dl._shard.attrs_before
+    if before is None: return
+    track_changes(dl)
+    now = dl._shard.attrs_before
+    of_orig = vars(dl._shard.orig)
+    for k,v in now.items():
+        has_changed = k not in before or before[k] is not v
+        if has_changed and not _bound_to(v, dl): of_orig[k] = v
+    for k in before.keys()-now.keys(): of_orig.pop(k, None)
+
 # %% ../../nbs/shard/301_sharded.ipynb #5fffbd14
+# The base class of sharded loaders
+
 _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes lost the others. With "
           "num_workers=0 the batches are made in the rank itself, and the error shows.")
 
@@ -302,66 +346,6 @@ def iterate_original(dl,    # A sharded loader, or another iterable
         if b is _END: return
         yield b
 
-# %% ../../nbs/shard/301_sharded.ipynb #7e36e064
-# Clones: a sharded loader is a copy of the user's, of a subclass of its class
-
-@functools.lru_cache(None)
-def sharded_class(mixin, cls):
-    "Return the subclass of `mixin` and `cls`, the same class in each call"
-    return type(cls)('Sharded'+cls.__name__, (mixin,cls), dict(__module__=cls.__module__))
-
-def _blank(mixin, cls):
-    "Return an object of the `sharded_class`, without attributes: no constructor runs"
-    return object.__new__(sharded_class(mixin,cls))
-
-def _bound_to(v, o): return isinstance(v, MethodType) and v.__self__ is o
-
-def clone_loader(dl, # The loader to copy the attributes of
-                 res # An object of the same class or a subclass, without attributes
-):
-    "Give `res` all attributes of `dl`, and bind to it the methods that were bound to `dl`"
-    for k,v in vars(dl).items():
-        res.__dict__[k] = MethodType(v.__func__, res) if _bound_to(v,dl) else v
-    return res
-
-def sharded_clone(mixin, # Subclass of `Sharded`
-                  shard  # The clone's `Shard`
-):
-    "Return a clone of `shard.orig` that yields one rank's shard"
-    res = clone_loader(shard.orig, _blank(mixin, type(shard.orig)))
-    res._shard = shard
-    return res
-
-# %% ../../nbs/shard/301_sharded.ipynb #5a7f167b
-# What changes in a clone is copied to the original: the notebook gets the original of rank 0. This
-# is called
-#
-#     track_changes    when the clone is made and complete; after another loop over the original has
-#                      changed both (`fastai2.loaders.follow_original`); by `write_back`
-#     write_back       twice in each epoch (`Sharded`); before rank 0 sends the original; when a fit
-#                      ends or restores the generators of its loaders
-#
-# Attributes of the clone that aren't copied. `_iterator`: a torch loader's, with processes that
-# persist; `it`: the iterator of a fastai loader over its dataset
-_STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
-
-def track_changes(dl):
-    "Note the attributes of the sharded `dl`: `write_back` copies those that change from now on"
-    dl._shard.attrs_before = {k:v for k,v in vars(dl).items() if k not in _STAY_IN_CLONE}
-
-def write_back(dl):
-    """Copy the attributes of the sharded `dl` that changed since `track_changes` to its original.
-    An attribute counts as changed if it is another object; others are shared"""
-    before = dl._shard.attrs_before
-    if before is None: return
-    track_changes(dl)
-    now = dl._shard.attrs_before
-    of_orig = vars(dl._shard.orig)
-    for k,v in now.items():
-        has_changed = before.get(k, _END) is not v
-        if has_changed and not _bound_to(v, dl): of_orig[k] = v
-    for k in before.keys()-now.keys(): of_orig.pop(k, None)
-
 # %% ../../nbs/shard/301_sharded.ipynb #d30640d4
 def draw_seed(generator=None # The loader's own, None for torch's global stream
 ):
@@ -404,3 +388,37 @@ def report_errors(init # The user's `worker_init_fn`, or None
     """Return a `worker_init_fn` that calls `init`, for processes that send the error of a batch
     that can't be pickled"""
     return functools.partial(_in_loader_process, init)
+
+# %% ../../nbs/shard/301_sharded.ipynb #567362d2
+# Sizes, and why loaders are refused
+
+class CantShard(CantDistribute):
+    "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
+
+def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.train'
+                  n,    # Number of ranks
+                  why   # The reason and the remedy, as sentences
+):
+    "Raise `CantShard` for the loader `name`"
+    raise CantShard(f"{name} can't be sharded over {n} workers: {why}")
+
+# %% ../../nbs/shard/301_sharded.ipynb #2488c55a
+def global_batch_size(bs, # The loader's own batch size; None where a batch sampler decides
+                      n,  # Number of ranks
+                      batch # 'per_worker': `bs` is that of one worker, or the 'global' one
+):
+    """Return the number of items of a full global batch, or None if `bs` is None. Raises
+    `CantShard` for another `batch`"""
+    if batch not in ('per_worker','global'):
+        raise CantShard(f"batch={batch!r}: use 'per_worker' or 'global'")
+    return bs and bs*(n if batch=='per_worker' else 1)
+
+# %% ../../nbs/shard/301_sharded.ipynb #af080e37
+def too_few(bs,   # Items of a full global batch; None where a batch sampler decides
+            steps # Number of steps of an epoch
+):
+    "Return why there is no training data, with the remedy, or None if there is some"
+    if steps: return None
+    if not bs: return "its batch sampler makes no batch. Check its batch size and `drop_last`."
+    return (f"it is empty, or its items make no full batch of {bs}. Use a smaller batch, "
+            "`batch='global'`, or `drop_last=False`.")

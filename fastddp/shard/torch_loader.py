@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #7ca15bdc
-import math
-
 from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
@@ -45,8 +43,8 @@ def torch_bs(dl):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
-    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_begin` sets
-    for each epoch. Another list doesn't change an iteration that has begun"""
+    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_prepare`
+    sets for each epoch. Another list doesn't change an iteration that has begun"""
     steps = ()              # A list of indices for each batch
     def __iter__(self): return iter(self.steps)
 
@@ -102,10 +100,8 @@ class _StepItems(IterableDataset):
 class ShardedTorch(Sharded):
     "A `Sharded` for torch loaders"
     def __len__(self):
-        "The number of steps. Raises TypeError for a stream without length, as torch's loader does"
-        s = self._shard
-        n_batches = len(s.global_batches)
-        return math.ceil(n_batches/s.n) if s.whole_batches else n_batches
+        "The length, `Shard.n_steps`. Raises TypeError as torch's loader, for a stream without one"
+        return self._shard.n_steps(len(self._shard.global_batches))
 
     def _begin(self):
         """Draw what torch's loader draws when it begins an epoch, in the same order: it begins the

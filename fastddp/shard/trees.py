@@ -93,6 +93,7 @@ def with_tensors(tree, tensors, is_leaf=lambda o: False):
     remaining = iter(tensors)
     return map_tensors(lambda t: next(remaining), tree, is_leaf)
 
+# %% ../../nbs/shard/300_trees.ipynb #a3c0e602
 def is_list_of_items(o, # A part of the predictions or targets
                      bs # Number of items of the batch
 ):
@@ -147,6 +148,10 @@ def note_examples(tree, examples):
             for v in part.values(): visit(v, seen)
     visit(tree, set())
 
+# %% ../../nbs/shard/300_trees.ipynb #a3c0e606
+# Examples that every rank has
+_PLAIN = {class_name(o):o for o in ([], (), {})}
+
 def tree_from(spec, tensors,
     examples # As of `note_examples`: objects of this rank's own trees
 ):
@@ -167,8 +172,6 @@ def tree_from(spec, tensors,
             made[i] = Stand(items, attrs) if known is None else _with_parts(known, items, attrs)
         return made[i]
     return visit(spec)
-
-_PLAIN = {class_name(o):o for o in ([], (), {})}
 
 # %% ../../nbs/shard/300_trees.ipynb #e188a80a
 def trees_of_ranks(tree, # This rank's; None: it has none now

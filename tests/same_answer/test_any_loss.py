@@ -7,8 +7,13 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.metrics import Perplexity
 from fastai.optimizer import Adam
+from fastddp.base import group
+from fastddp.base.device import OutOfMemory
+from fastddp.base.errors import RankRaised
+from fastddp.shard import local_batch
 from torch import nn
 import torch.nn.functional as F
+from as_written import made
 from losses import EXACT, numbers, pearson
 from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
                     alone_like)
@@ -342,3 +347,39 @@ def test_targets_that_number_the_rows(two, train, together, batch):
     "They number those of the global batch in the end"
     learn = learner(train=train, loss_func=contrast, cbs=Views(together))
     assert_same(*fit_both(learn, 2, two, 2, batch=batch))
+
+
+def too_large(pred, y):
+    "Rank 1 has no room for what the predictions of both ranks need"
+    if group.rank() == 1 and len(pred) > 4: raise OutOfMemory('CUDA out of memory. Tried to allocate 2.00 GiB')
+    return (pred-y).std()
+
+
+def test_memory_that_a_loss_lacks_is_no_sign_of_what_it_reads(capfd):
+    learn = make('rmse', train=16, valid=8)
+    learn.loss_func = too_large
+    with pytest.raises(RankRaised, match='CUDA out of memory') as e: learn.distrib_fit(1, nprocs=2, timeout=60)
+    assert e.value.rank == 1
+    assert 'reads more of a batch' not in capfd.readouterr().out
+
+
+class NoCopies:
+    def apply(self, *args): raise ValueError('no copy of this tensor')
+
+
+class CantJoin(Callback):
+    "Rank 1 can't put the tensors of all ranks together"
+    def before_fit(self):
+        if group.rank() == 1: local_batch._ScaleGradient = NoCopies()
+
+
+def test_a_rank_that_cant_join_lists_keeps_none_waiting(capfd):
+    "Its targets are lists, which the ranks exchange after the tensors"
+    learn, one = made('detection'), alone_like(made('detection'), 2)
+    seed(1)
+    learn.distrib_fit(1, nprocs=2, timeout=20, cbs=[CantJoin()])
+    seed(1)
+    one.fit(1)
+    assert_same(learn, one)     # a mean over items, so that the average is exact
+    assert 'averaged over workers' in capfd.readouterr().out
+

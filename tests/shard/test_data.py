@@ -1,5 +1,5 @@
 """`fastai2.loaders` on real loaders: N sharded ones, built in one process, against one with the batch of all."""
-import gc, pickle, random, signal
+import gc, pickle, random, signal, weakref
 import numpy as np, pandas as pd, pytest, torch
 from hypothesis import given, settings, strategies as st
 from torch.utils.data import (BatchSampler, DataLoader as TorchLoader, Dataset, DistributedSampler, IterableDataset,
@@ -413,6 +413,36 @@ def test_whole_batches_of_a_batch_sampler():
     assert [[ids(o) for o in dl] for dl in valid] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
     assert [o.idxs for o in valid] == [[0, 1, 2, 4, 5, 10], [3, 6, 7, 8, 9]]
     assert {len(o) for o in ranks(make, 2, batch='global')} == {5}
+
+
+@pytest.mark.parametrize('make', [
+    lambda: DataLoader(range(11), bs=2), lambda: TorchLoader(range(11), batch_size=2),
+    lambda: TorchLoader(range(11), batch_sampler=[[0, 1, 2], [3], [4, 5], [6, 7, 8, 9], [10]]),
+    lambda: [torch.arange(2)]*5])
+def test_in_a_validation_the_length_is_that_of_one_process(make):
+    "A rank's batches have the numbers that they have there, and a progress bar counts them up to the length"
+    common = CommonRNG.capture()
+    for r in range(2): assert len(loaders.shard_batches(make(), r, 2, common)) == len(make())
+
+
+@pytest.mark.parametrize('make', [lambda: TorchLoader(range(11), batch_size=2), lambda: [torch.arange(2)]*5])
+def test_in_a_validation_of_fastai_1_the_length_is_that_of_the_rank(make):
+    "There a progress bar counts its own batches"
+    for r in range(2):
+        dl = shard_dl(make(), r, 2, 'global', train=False)
+        dl._shard.whole_batches = True
+        assert len(dl) == len([*dl])
+
+
+def test_a_class_of_the_users_is_freed():
+    "A worker that stays for many fits gets a new class from each run of a cell"
+    class Mine(DataLoader): pass
+    dls = ranks(lambda: Mine(range(6), bs=2), 2)
+    assert type(dls[0]) is type(dls[1])
+    kept = weakref.ref(Mine)
+    del Mine, dls
+    gc.collect()
+    assert kept() is None
 
 
 def test_the_original_is_left_as_one_epoch_leaves_it():
