@@ -684,6 +684,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                     'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation._sum_over_ranks': ( 'fastai1/validation.html#_sum_over_ranks',
                                                                                             'fastddp/fastai1/validation.py'),
+                                            'fastddp.fastai1.validation.adds_metrics': ( 'fastai1/validation.html#adds_metrics',
+                                                                                         'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation.adds_up': ( 'fastai1/validation.html#adds_up',
                                                                                     'fastddp/fastai1/validation.py'),
                                             'fastddp.fastai1.validation.events_of': ( 'fastai1/validation.html#events_of',
