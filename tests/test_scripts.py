@@ -211,6 +211,49 @@ def test_fastai_distributed_imported_before(tmp_path):
     assert 'TRAINED 1' in done.stdout and 'PARAMS self nprocs gpus' in done.stdout, done.stderr[-3000:]
 
 
+AROUND = """
+import json, os, sys, warnings
+from fastai.distributed import *
+from torch import nn
+from learners import make_learner
+from fastddp.all import *
+
+def error_of(f, *args, **kwargs):
+    try: f(*args, **kwargs)
+    except CantDistribute as e: return str(e)
+
+res = dict(first=rank0_first(lambda: 'made'))
+learn = rank0_first(make_learner)
+with warnings.catch_warnings(record=True) as told:
+    warnings.simplefilter('always')
+    learn.distrib_fit(1, checkpoint='epoch', restarts=1, nprocs=5)
+    learn.distrib_fit(1, nprocs=5)
+res['told'] = [str(w.message) for w in told if 'fastddp' in str(w.message)]
+res['check'],res['bench'] = error_of(learn.distrib_check), error_of(learn.distrib_bench)
+rank = int(os.environ['RANK'])
+n = learn.model[0].in_features
+learn.model = nn.Sequential(nn.Linear(n, 4+rank), nn.Linear(4+rank, 2))
+learn.opt = None
+res['differ'] = [error_of(learn.distrib_fit, 1), error_of(learn.distrib_validate)]
+with open(f'{sys.argv[1]}/{rank}.json', 'w') as f: json.dump(res, f)
+"""
+
+
+def test_what_people_call_around_a_fit(tmp_path):
+    "fastai's `rank0_first`; options and methods that torchrun leaves no sense; models that differ"
+    pytest.importorskip('accelerate')
+    (tmp_path/'script.py').write_text(AROUND, encoding='utf-8')
+    done = run('-m', 'torch.distributed.run', '--standalone', '--nproc-per-node', '2', tmp_path/'script.py', tmp_path)
+    assert done.returncode == 0, done.stderr[-3000:]
+    a, b = [json.loads((tmp_path/f'{r}.json').read_text()) for r in range(2)]
+    assert a['first'] == b['first'] == 'made'
+    assert len(a['told']) == 1 and 'restarts=, checkpoint= has no effect' in a['told'][0] and not b['told']
+    for k in 'check', 'bench': assert a[k] == b[k] and f'distrib_{k} starts workers of its own' in a[k]
+    for o in a, b:
+        assert all('0.weight has shape (5, 8) on rank 1, and (4, 8) on rank 0' in text for text in o['differ'])
+
+
+
 @pytest.mark.full
 def test_fastai_distributed_imported_afterwards(tmp_path):
     "It puts its own `distrib_ctx` in the place of ours; the other methods don't depend on that"

@@ -122,8 +122,8 @@ _SURROUNDINGS = [
         "they are read; functions in C need a plain list: call them with list(...) of it.",
         lambda k,m: 'LazyList' in m or 'Object of type list is not JSON serializable' in m),
     Trouble('sys.exit',
-        "sys.exit ends a script, not a fit: raise an exception, or CancelFitException to stop "
-        "early.",
+        "sys.exit ends a script, not a worker: return from the function, raise an exception, or "
+        "CancelFitException to stop a fit early.",
         lambda k,m: k == 'SystemExit')]
 
 # %% ../../nbs/base/002_errors.ipynb #865f174c
@@ -186,8 +186,12 @@ class NotPicklable(CantDistribute):
         self.path = path
         self.why = why
         self.factory = ''       # the option that makes the object in the workers, if there is one
+        self.is_result = False  # True: the object was to be sent from a worker to the notebook
         super().__init__(path, why)
     def __str__(self):
+        if self.is_result:
+            return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
+                    "made of instead, such as numbers, tensors and lists.")
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
         # an object of a library can't be made elsewhere
         here = (". With launcher=InProcess() nothing is sent, and the fit runs in this process"
@@ -323,8 +327,10 @@ class RankRaised(WorkerError):
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"
 
 # %% ../../nbs/base/002_errors.ipynb #a0aafbc2
-# `raise` gives these another meaning in the notebook: they end a script, or a generator
-_UNMIXED = SystemExit,KeyboardInterrupt,GeneratorExit,StopIteration,StopAsyncIteration
+# `raise` gives these another meaning in the notebook: they end a script, or a generator. IPython
+# shows any SyntaxError in its own way
+_UNMIXED = (SystemExit,KeyboardInterrupt,GeneratorExit,StopIteration,StopAsyncIteration,
+            SyntaxError)
 
 def _mixed(cls, failure, original):
     "As `RankRaised.like`; raises an exception where that can't be"

@@ -16,14 +16,14 @@ from fastcore.basics import Stateful, noop, patch
 from ..base import group
 from ..base.checks import bind_arguments, check_all
 from ..base.device import current_device, device_module, is_accelerator
-from ..base.errors import CantDistribute, WorkerError, short_traceback
+from ..base.errors import CantDistribute, RankRaised, WorkerError, short_traceback
 from ..base.failure import is_user_file
 from ..base.scoped import with_attrs
 from ..launch.engine import Job
 from ..launch.held_gpus import refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
-from ..payload.sending import dump_or_blame, dump_with_patches
+from ..payload.sending import dump_or_blame, dump_result, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
 from ..payload.state import own_memory
@@ -87,6 +87,7 @@ def cell_job(
     name = obj['name']
     with worker_namespace(ctx, obj['on']):
         shell._showtraceback = noop     # the notebook shows the exception
+        shell.ask_exit = _refuse_exit
         shell.displayhook.label = f'Out[{ctx.rank}:{shell.execution_count}]: '
         names = dict(get_code_name=lambda *_: name) if name else {}
         shell.set_hook('show_in_pager', page.as_hook(page.display_page))
@@ -97,6 +98,11 @@ def cell_job(
         shell.last_execution_result = None
         error = result.error_before_exec or result.error_in_exec
         if error is not None: raise _from_users_code(error)
+
+def _refuse_exit():
+    "What `exit` and `quit` do in a cell"
+    raise CantDistribute("exit and quit end a notebook's kernel, not a worker. `%makedip -k` ends "
+                         "the group.")
 
 def _from_users_code(e):
     "Return the exception `e` without the frames of IPython and fastddp above the user's code"
@@ -154,7 +160,7 @@ def pull_job(
             raise CantDistribute(
                 f"Rank {ctx.rank} has no variable {', '.join(map(repr, missing))}.")
         objs = {o:ns[o] for o in obj['names']}
-        payload = dump_or_blame(objs, objs)
+        payload = dump_result(objs, objs)
     return dump((payload.meta, [pickle.PickleBuffer(b) for b in payload.buffers]))
 
 def call_job(
@@ -163,8 +169,10 @@ def call_job(
 ):
     "Call a function and return its result"
     fn,args,kwargs = obj
-    ctx.where = f"in {getattr(fn, '__name__', 'the function')}"
-    with worker_namespace(ctx), ctx.interruptible(): return fn(*args, **kwargs)
+    name = getattr(fn, '__name__', 'the function')
+    ctx.where = f'in {name}'
+    with worker_namespace(ctx), ctx.interruptible(): res = fn(*args, **kwargs)
+    return dump_result(res, {f'{name}(...)': res})
 
 def memory_job(ctx, obj):
     "Return as text the memory of this process, and what it has allocated on its GPU"
@@ -286,9 +294,12 @@ def _run_job(self:Cluster,
 @patch
 def _add_remedy(self:Cluster, e):
     "Set the remedy of a `WorkerError` where a cluster has one of its own"
-    if getattr(e, 'failure', None) and e.failure.kind == 'NameError':
+    kind = e.failure.kind if isinstance(e, RankRaised) else ''
+    if kind == 'NameError':
         e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
                     "it from the notebook with %dipush.")
+    if kind == 'SystemExit':
+        e.remedy = "sys.exit ends a script, not a worker. `%makedip -k` ends the group."
     if self.local.workers is None: e.remedy = _HAS_ENDED
 
 # %% ../../nbs/cluster/651_cluster.ipynb #ec885f2d

@@ -21,6 +21,7 @@ from .snapshot import loaders_of, place
 from ..launch.rank import Context
 from ..launch.training import finds_lr, launched_group, script_lines, sync_streams
 from ..output.capture import use_bars
+from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai1/807_in_place.ipynb #ed80f741
 # Used here (c: a collective, all ranks call it):
@@ -68,6 +69,7 @@ class AllRanks:
         for dl in loaders_of(learn.data): mend_streams(dl)
         check_v1(learn.data, n, self.options['batch'])
         sync_streams()
+        refuse_other_shapes(learn.model)
         _copy_from_rank0(learn)
         callbacks = callbacks or []
         noted = NoteProgress(Context(group.rank(), n), learn)

@@ -100,6 +100,19 @@ def has_state_of(model, bs):
     tensors = [t for v in values for t in (v if isinstance(v, (list,tuple)) else [v])]
     return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
 
+# %% ../../nbs/fastai1/802_validation.ipynb #7be10c41
+def adds_metrics(cb):
+    """True if a callback of the user's looks at batches, and its code for the end of an epoch names
+    `add_metrics` or 'last_metrics'. A wrong True costs only time"""
+    code = getattr(type(cb).on_epoch_end, '__code__', None)
+    if type(cb).__module__.startswith('fastai.') or not events_of(cb) or code is None: return False
+    names = [*code.co_names, *code.co_consts, *(o for c in code.co_consts
+                                                if isinstance(c, tuple) for o in c)]
+    return 'add_metrics' in names or 'last_metrics' in names
+
+_ADDS_METRICS = ("{} adds metrics of its own, so every worker validates all batches: it sees them "
+                 "as in one process.")
+
 # %% ../../nbs/fastai1/802_validation.ipynb #1a70db92
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
@@ -117,7 +130,7 @@ class Validation:
 
 # %% ../../nbs/fastai1/802_validation.ipynb #fc18d51f
 @patch
-def _batches_depend(self:Validation, model, dl, loss_func):
+def _batches_depend(self:Validation, model, dl, loss_func, callbacks=()):
     """Return True if each rank must validate all batches, the same on all ranks. A collective
     operation"""
     whole = original(torch_dl(dl))
@@ -126,8 +139,12 @@ def _batches_depend(self:Validation, model, dl, loss_func):
         self.losses.print_once(STATEFUL.format(loss_name(loss_func)), 'stateful')
         return True
     bs = torch_bs(whole)
-    # A state may have other rows on another rank
-    return self.ranks.all_reduce(bool(bs) and has_state_of(model, bs))[0] > 0
+    adding = [cb for cb in callbacks if adds_metrics(cb)]
+    for cb in adding:
+        self.losses.print_once(_ADDS_METRICS.format(type(cb).__name__), type(cb).__name__)
+    # A state may have other rows on another rank, and some callbacks are rank 0's only
+    depend = bool(adding) or bool(bs) and has_state_of(model, bs)
+    return self.ranks.all_reduce(depend)[0] > 0
 
 # %% ../../nbs/fastai1/802_validation.ipynb #2e247e55
 @patch
@@ -141,7 +158,7 @@ def __call__(self:Validation, model, dl, loss_func=None, cb_handler=None, pbar=N
     # A callback validates within a validation, in a batch that other ranks may not have
     is_inner = self.is_running
     if not is_inner: self.before()
-    if is_inner or n_batch or self._batches_depend(model, dl, loss_func):
+    if is_inner or n_batch or self._batches_depend(model, dl, loss_func, handler.callbacks):
         with self.common:
             return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
                                         average, n_batch)

@@ -24,6 +24,7 @@ import fastddp.fastai2.learner
 from .loaders import is_lm, lay_out, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
+from ..launch.options import refuse_in_launched_group
 from ..output.replay import several, suppress_lines
 from ..shard.sharded import workers_per_rank
 
@@ -125,6 +126,7 @@ def distrib_bench(self:Learner,
     """Train some steps with each choice and return a `Bench`: items per second (in all, without
     waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
     and random streams are unchanged."""
+    refuse_in_launched_group('distrib_bench')
     most = group.n_gpus() or visible_cores()
     ns = [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
     if bs is not None or num_workers is not None:

@@ -18,6 +18,7 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..base import group
+from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind, is_rank0_only
 from .loaders import is_lm, lay_out, with_loaders
 from ..base.device import without_tf32
@@ -387,6 +388,7 @@ def distrib_check(self:Learner,
     """Compare `steps` training steps on N workers with one process over the same global batches.
 
     Differences up to `tol`, relative to size, count as rounding."""
+    refuse_in_launched_group('distrib_check')
     with with_loaders(self): return _check(self, steps, tol, options)
 
 OPTIONS.add_to_docstring(Learner.distrib_check,

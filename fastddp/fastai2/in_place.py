@@ -26,6 +26,7 @@ from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
     finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
+from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
 # Used here:
@@ -47,7 +48,8 @@ from ..launch.training import (
 #
 #   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
 #
-#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders, weights
+#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders; shapes of
+#                                             the model; rank 0's weights
 #                         opt_from_rank0      rank 0's optimizer
 #                         call_fit            what the callbacks of `distributed` exchange
 #                         as_one_process      the last meeting of the fit, at its end
@@ -64,6 +66,7 @@ def _sync_learner(learn):
     "Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights."
     sync_streams()
     for dl in learn.dls.loaders: order_from_rank0(dl)
+    refuse_other_shapes(learn.model)
     model_from_rank0(learn)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e01

@@ -107,7 +107,8 @@ class Data(Part):
         return [learn.dls, *learn.dls.loaders, *parts_of_data(learn.dls)]
     def receive(self, learn, sent, device):
         for dl in learn.dls.loaders: place_dl(dl, device)
-        if hasattr(learn.dls, '_device'): learn.dls._device = device
+        # without loaders, as in fastai's `rank0_first`, other attributes can't be asked for
+        if learn.dls.loaders and hasattr(learn.dls, '_device'): learn.dls._device = device
     def rest(self, learn, start, refs, fit_ended):
         return [dl_state(original(dl)) for dl in learn.dls.loaders]
     def set_rest(self, learn, start, rest):

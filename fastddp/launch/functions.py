@@ -20,7 +20,7 @@ from .background import BackgroundJob
 from .caller import CallerIsRank, as_rank
 from .engine import Job
 from .local import Local
-from ..payload.sending import dump_with_patches
+from ..payload.sending import dump_result, dump_with_patches
 from ..payload.held import Root
 from ..payload.pickling import Definitions
 from ..payload.state import own_memory
@@ -118,12 +118,15 @@ def call_job(
     main.update(obj['need'])
     own_memory([o for o,_ in obj['definitions'].held])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
-    ctx.where = f"in {getattr(obj['fn'], '__name__', 'the function')}"
+    name = getattr(obj['fn'], '__name__', 'the function')
+    ctx.where = f'in {name}'
     ctx.beat(ctx.where)
     store = environment(FASTDDP_STORE=obj['store'])
+    res = None      # the context manager may handle an exception
     with ctx.interruptible(), store, obj['ctx'] or contextlib.nullcontext():
         res = obj['fn'](*args, **obj['kwargs'])
-    return res if obj['sends'] in ('all', ctx.rank) else None
+    if obj['sends'] not in ('all', ctx.rank): return None
+    return dump_result(res, {f'{name}(...)': res})
 
 def _run(job, nprocs,
     see, # As of `Local`

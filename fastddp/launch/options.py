@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import inspect, os, re, sys
+import inspect, os, re, sys, warnings
 from contextlib import contextmanager
 
 from fastcore.basics import patch
@@ -27,8 +27,9 @@ from ..output.replay import print_line
 #   suggest_names                   those of attributes: the learners' modules, when imported
 #   Options                         `fastai1.learner` and `fastai2.learner`, when imported
 #   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
-#   in_launched_group, engine_for, refuse_changes
+#   in_launched_group, engine_for, refuse_changes, warn_without_effect
 #                                   where a block runs: `launch.session.distrib_block`
+#   refuse_in_launched_group        methods that start workers of their own
 #
 # Used here:
 #   Local()                         the launcher of a block that names none. It reads its attributes
@@ -347,6 +348,26 @@ def in_launched_group():
     raise CantDistribute(
         "torch.distributed is already initialized in this process, and not by a launcher. Call "
         "torch.distributed.destroy_process_group() first, or start the script with torchrun.")
+
+def refuse_in_launched_group(name):
+    "Raise `CantDistribute` in a launcher's group, for a method that starts workers of its own"
+    if not in_launched_group(): return
+    raise CantDistribute(f"{name} starts workers of its own, and this process is a rank already, "
+                         "as under torchrun or in a cell of a standing cluster. Call it in a "
+                         "notebook, or in a script that plain python runs.")
+
+# They say what the notebook does with its workers. `nprocs` and `gpus` are the launcher's
+_ONLY_WITH_WORKERS = ('launcher','restarts','checkpoint','model_factory','dls_factory')
+
+def warn_without_effect(
+    options, # All options of a block in a launcher's group
+    defaults
+):
+    "Warn, on rank 0, of options that have no effect where no workers are started"
+    names = [o for o in _ONLY_WITH_WORKERS if options.get(o) != defaults.get(o)]
+    if names and os.environ.get('RANK', '0') == '0':
+        warnings.warn(f"fastddp: {'=, '.join(names)}= has no effect in a process group of a "
+                      "launcher, where each rank runs the whole script.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextmanager

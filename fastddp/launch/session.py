@@ -19,7 +19,7 @@ from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
 from .report import Report, advice_line, banner_line, start_text, summary_line
 from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
-from .options import engine_for, in_launched_group, refuse_changes
+from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.columns import ColumnCache
@@ -90,6 +90,7 @@ def distrib_block(
         yield
         return
     if in_launched_group():
+        warn_without_effect(options, defaults)
         with in_place(): yield
         return
     with uninterrupted_exit() as stack:

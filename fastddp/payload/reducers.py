@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/090_reducers.ipynb #dc514d2b
-import _thread, collections, ctypes, functools, importlib, io, operator, pickle, sys, threading
-import types, typing, weakref
+import _thread, collections, contextlib, ctypes, functools, importlib, inspect, io, operator
+import pickle, sys, threading, types, typing, weakref
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -32,6 +32,7 @@ from ..base.device import OutOfMemory
 #                                 and the function
 #     code, module                as cloudpickle does, with corrections
 #     lock, file, weak reference  as a new one
+#     context manager             one made of a generator function: the function and its arguments
 #     image                       its pixels as a buffer beside the pickle
 #     anything else               NotImplemented: as cloudpickle's `dispatch_table` says, or by its
 #                                 own `__reduce__`
@@ -329,6 +330,13 @@ def _(handle, pickler):
     return (_unused_handle, ()) if is_gone else NotImplemented
 
 def _unused_handle(): return RemovableHandle(collections.OrderedDict())
+
+# %% ../../nbs/payload/090_reducers.ipynb #3e9b7c11
+@reduces(contextlib._GeneratorContextManager)
+def _(manager, pickler):
+    "Pickle a context manager that is made of a generator function, and was not entered yet"
+    if inspect.getgeneratorstate(manager.gen) != inspect.GEN_CREATED: return NotImplemented
+    return type(manager), (manager.func, manager.args, manager.kwds)
 
 # %% ../../nbs/payload/090_reducers.ipynb #6c0f00a2
 @reduces(torch.optim.Optimizer)

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/payload/111_sending.ipynb #ca928257
 from contextlib import ExitStack
 
+from ..base.errors import NotPicklable
 from ..base.rng import CommonRNG
 from .blame import not_picklable
 from .columns import ColumnCache
@@ -26,6 +27,17 @@ def dump_or_blame(
     except KeyboardInterrupt: raise
     except BaseException as e: error = e        # also SystemExit: a `__reduce__` may exit
     raise not_picklable(obj, roots, error, dump)
+
+# %% ../../nbs/payload/111_sending.ipynb #57c97065
+def dump_result(
+    obj,  # The object to pickle
+    roots # As for `dump_or_blame`
+):
+    "As `dump_or_blame`, for what a worker sends to the notebook"
+    try: return dump_or_blame(obj, roots)
+    except NotPicklable as e:
+        e.is_result = True
+        raise
 
 # %% ../../nbs/payload/111_sending.ipynb #b0612ae2
 def dump_with_patches(

@@ -15,6 +15,7 @@ from torch.nn.modules._functions import SyncBatchNorm
 
 from ..base import group
 from ..base.device import is_accelerator
+from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 
 # %% ../../nbs/shard/311_same_model.ipynb #3eedf25a
@@ -136,3 +137,20 @@ class SameWeights:
             self.has_warned = apart > 1e-6*max(largest, 1e-6)
             if self.has_warned: warnings.warn(drift_warning(names, apart, epoch))
         return bool(names)
+
+# %% ../../nbs/shard/311_same_model.ipynb #5c0d7e21
+def refuse_other_shapes(model):
+    """Raise `CantDistribute` on all ranks if their models have parameters or buffers of other names
+    or shapes. A collective operation"""
+    tensors = [*model.named_parameters(), *model.named_buffers()]
+    every = group.all_gather_object({k:tuple(t.shape) for k,t in tensors})
+    first = every[0]
+    for r,shapes in enumerate(every):
+        names = [k for k in first | shapes if first.get(k) != shapes.get(k)]
+        if not names: continue
+        name = names[0]
+        raise CantDistribute(
+            f"The models of the ranks differ: {name} has shape {shapes.get(name)} on rank {r}, and "
+            f"{first.get(name)} on rank 0. Each rank makes its own model, which depends on the "
+            "rank, or on data that differ. Give a random split its seed (RandomSplitter(seed=42)), "
+            "and write files that all ranks read before the script starts.")

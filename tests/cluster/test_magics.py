@@ -282,6 +282,15 @@ def test_an_error_fails_the_cell_and_the_group_lives(group):
 def test_syntax_error(group):
     name, text = group.fails('%%dip\nfor in range')
     assert name == 'RankRaised' and 'SyntaxError' in text and 'for in range' in text
+    # the report of a rank, and not IPython's own of a SyntaxError, with the frames of the library
+    assert 'rank' in text and 'monitor.py' not in text
+
+
+@pytest.mark.parametrize('cell', ['exit()', 'quit', 'import sys; sys.exit()'])
+def test_exit_says_how_to_end_the_group(group, cell):
+    _, text = group.fails(f'%%dip\n{cell}')
+    assert '%makedip -k' in text and 'ask_exit' not in text
+    assert 'Out[0:' in group.run('%%dip\n1')
 
 
 def test_a_name_of_the_notebook(group):

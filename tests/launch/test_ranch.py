@@ -1,6 +1,6 @@
 """Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing
 left."""
-import datetime, os, signal, socket, subprocess, sys, textwrap, threading, time
+import contextlib, datetime, os, signal, socket, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
@@ -331,8 +331,26 @@ def test_an_argument_that_cannot_travel(tmp_path):
 
 def test_a_result_that_cannot_travel(tmp_path):
     "That of a worker"
-    with pytest.raises(RankRaised) as e: ranch(2, lambda: open(os.devnull))
-    assert e.value.rank == 1 and 'an open file' in str(e.value)
+    def opens(): return {'files': [open(os.devnull)]}
+    with pytest.raises(RankRaised) as e: ranch(2, opens)
+    assert e.value.rank == 1 and "opens(...)['files'][0] can't be sent to the notebook (an open file" in str(e.value)
+
+
+def test_a_context_manager_that_handles_the_error():
+    "On each rank the result is None then"
+    assert ranch(2, lambda: 1/0, ctx=contextlib.suppress(ZeroDivisionError)) == [None, None]
+
+
+@contextlib.contextmanager
+def marked(text):
+    os.environ['MARK'] = text
+    try: yield
+    finally: del os.environ['MARK']
+
+
+def test_a_context_manager_of_a_generator_function():
+    assert ranch(2, lambda: os.environ['MARK'], ctx=marked('here')) == ['here']*2
+    assert 'MARK' not in os.environ
 
 
 def stuck(x):

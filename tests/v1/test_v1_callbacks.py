@@ -221,3 +221,22 @@ def test_logging_as_the_notebook_has_set_it(tmp_path):
         log.removeHandler(handler)
         handler.close()
     assert (tmp_path/'log').read_text().splitlines() == ['epoch 0', 'epoch 1']
+
+
+class OwnError(LearnerCallback):
+    "A metric as v1's documentation writes it: of the batches of a validation, added to the table"
+    _order = -20
+    def on_train_begin(self, **kwargs): self.learn.recorder.add_metric_names(['own'])
+    def on_epoch_begin(self, **kwargs): self.total = self.n = 0
+    def on_batch_end(self, last_output, last_target, train, **kwargs):
+        if train: return
+        self.total += float((last_output.argmax(-1) != last_target).float().sum())
+        self.n += len(last_target)
+    def on_epoch_end(self, last_metrics, **kwargs): return add_metrics(last_metrics, [self.total/self.n])
+
+
+def test_a_callback_that_adds_a_metric_sees_the_whole_validation_set():
+    two, one = pair(lambda bs: plain(bs, callback_fns=[OwnError], metrics=[accuracy]), lambda l: l.fit(2, 1e-2))
+    same_weights(two, one)
+    same_recorder(two, one)
+    assert two.recorder.names == one.recorder.names and two.own_error.n == one.own_error.n
