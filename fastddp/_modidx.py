@@ -1067,6 +1067,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders.ShardedDL._item': ( 'fastai2/loaders.html#shardeddl._item',
                                                                                       'fastddp/fastai2/loaders.py'),
+                                         'fastddp.fastai2.loaders.ShardedDL._note_fed': ( 'fastai2/loaders.html#shardeddl._note_fed',
+                                                                                          'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders.ShardedDL.bs': ( 'fastai2/loaders.html#shardeddl.bs',
                                                                                    'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders.ShardedDL.create_batches': ( 'fastai2/loaders.html#shardeddl.create_batches',

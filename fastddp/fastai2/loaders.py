@@ -131,10 +131,19 @@ class ShardedDL(Sharded):
     def _batches(self):
         "Yield the batches of this rank, as the loop in fastai's `__iter__` does."
         for b in _loaders[self.fake_l.num_workers==0](self.fake_l):
+            if self._shard.whole_batches: self._note_fed(b)
             if self.pin_memory and type(b)==list: b = tuple(b)
             if self.device is not None: b = to_device(b, self.device)
             yield self.after_batch(b)
         self.after_iter()
+    def _note_fed(self, b):
+        """Correct the number of items that the model is fed. Code that makes a batch from its first
+        index alone ignores an item that pads a single one"""
+        epoch = self._shard.epoch
+        step = epoch.steps[epoch.n_yielded]
+        n = n_items(b)
+        # several views of each item are as many rows for each
+        if n%(step.n_fed or 1): epoch.steps[epoch.n_yielded] = step._replace(n_fed=n)
     def sample(self):
         "Return the `Step`s of this loader process: every `num_workers`-th one."
         # fastai sets `offs` and `num_workers` in each process; without processes they are 0 and 1
