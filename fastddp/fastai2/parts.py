@@ -13,7 +13,7 @@ import torch
 
 from .loaders import dl_state, set_dl_state
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
-from ..payload.changes import has_arrays
+from ..payload.changes import arrays_in
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, move_opt_state, opt_and_wrapped, opt_attrs, opt_state, other_leaves,
     overwrite_tensor, picklable_attrs, set_opt_state)
@@ -29,10 +29,8 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
-# Names of attributes of callbacks whose values on the rank are not sent back
-CALLBACK_STAYS = set('''
-    learn dls model opt cbs logger lock loss_grad dl xb yb pred loss distrib_session pbar mbar
-    _state old_logger scaler autocast _metrics create_mbar'''.split())
+# Names of attributes of callbacks whose values on the rank are not sent back: fastai's own
+CALLBACK_STAYS = {'learn','pbar','mbar','old_logger','autocast','_state'}
 
 class Callbacks(Part):
     name,stays = 'cbs',CALLBACK_STAYS
@@ -53,7 +51,9 @@ class Callbacks(Part):
 
 # %% ../../nbs/fastai2/718_parts.ipynb #2fedb10c
 class TheLearner(Part):
-    name,stays = 'learn',CALLBACK_STAYS-{'dls','model','opt'}
+    name = 'learn'
+    stays = CALLBACK_STAYS | set('''cbs logger lock loss_grad dl xb yb pred loss distrib_session
+        scaler _metrics create_mbar'''.split())
     def objects(self, learn, cbs): return [learn]
     def stays_on_rank(self, o, name):
         return (name in self.stays or callable(getattr(type(o), name, None))
@@ -119,13 +119,15 @@ class Opt(Part):
         set_opt_state(learn.opt, *of_params)
 
 # %% ../../nbs/fastai2/718_parts.ipynb #fc11a9f7
+_MAX_METRIC_BYTES = 2**20
+
 class Metrics(Part):
     name,stays = 'metrics',{'accumulate'}
     def objects(self, learn, cbs): return [*learn.metrics]
     def stays_on_rank(self, o, name):
-        v = getattr(o, name, None)
-        collected = v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
-        return name in self.stays or collected
+        if name in self.stays: return True
+        arrays = arrays_in(getattr(o, name, None))
+        return sum(getattr(a, 'nbytes', 0) for a in arrays) > _MAX_METRIC_BYTES
 
 # %% ../../nbs/fastai2/718_parts.ipynb #b81d94bf
 PARTS = Parts(TheLearner(), Data(), Model(), Loss(), Opt(), Callbacks(), Metrics(), Hooks())
