@@ -294,7 +294,7 @@ class Batch:
 #    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
 #   10   sum_                combine               on an accelerator
 #   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
-#   12 vote('share_loss')    _share_late_loss      in `after_batch`, if a rank had no loss (3, not 9)
+#   12 vote('share_loss')    _share_late_loss      in `after_batch`, if a rank lacks one (3, not 9)
 #   13   sum_                combine               on an accelerator, if a rank has one now (12)
 #
 # A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
