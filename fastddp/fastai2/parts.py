@@ -14,7 +14,7 @@ import torch
 from .loaders import dl_state, set_dl_state
 from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
 from ..launch.training import warn_of_unset
-from ..payload.changes import has_arrays
+from ..payload.changes import arrays_in
 from ..payload.pickling import Unloaded
 from ..payload.state import (
     UNTRACKED_OPT_ATTRS, move_opt_state, opt_and_wrapped, opt_attrs, opt_state, other_leaves,
@@ -31,16 +31,9 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
-# Parts of the learner, to which a callback may refer: they come back as these
-_OTHER_PARTS = 'learn dls model opt cbs _metrics'
-# What shows progress and logs: the notebook has its own
-_SHOWS = 'logger old_logger pbar mbar create_mbar'
-# The last batch: of this rank's shard only, and large
-_LAST_BATCH = 'dl xb yb pred loss loss_grad'
-# For the time of a fit: of mixed precision, of fastcore's `Stateful`, of the learner, of fastddp
-_OF_FIT = 'scaler autocast _state lock distrib_session'
-# Names of attributes of callbacks whose values on the rank are not sent back
-CALLBACK_STAYS = {*f'{_OTHER_PARTS} {_SHOWS} {_LAST_BATCH} {_OF_FIT}'.split()}
+# Names of attributes of callbacks whose values on the rank are not sent back. They are fastai's own:
+# the learner, what shows progress, and what mixed precision and fastcore's `Stateful` keep
+CALLBACK_STAYS = {*'learn pbar mbar old_logger autocast _state'.split()}
 
 class Callbacks(Part):
     name,stays = 'cbs',CALLBACK_STAYS
@@ -62,8 +55,18 @@ class Callbacks(Part):
                        if isinstance(cb, Unloaded)])
 
 # %% ../../nbs/fastai2/718_parts.ipynb #2fedb10c
+# Parts that come back as such
+_OTHER_PARTS = 'cbs _metrics'
+# What shows progress and logs: the notebook has its own
+_SHOWS = 'logger create_mbar'
+# The last batch: of this rank's shard only, and large
+_LAST_BATCH = 'dl xb yb pred loss loss_grad'
+# For the time of a fit: of mixed precision, of the learner, of fastddp
+_OF_FIT = 'scaler lock distrib_session'
+
 class TheLearner(Part):
-    name,stays = 'learn',CALLBACK_STAYS-{'dls','model','opt'}
+    name = 'learn'
+    stays = CALLBACK_STAYS | {*f'{_OTHER_PARTS} {_SHOWS} {_LAST_BATCH} {_OF_FIT}'.split()}
     def objects(self, learn, cbs): return [learn]
     def stays_on_rank(self, o, name):
         return (name in self.stays or callable(getattr(type(o), name, None))
@@ -140,13 +143,15 @@ class Opt(Part):
         set_opt_state(learn.opt, *of_params)
 
 # %% ../../nbs/fastai2/718_parts.ipynb #fc11a9f7
+_MAX_METRIC_BYTES = 2**20
+
 class Metrics(Part):
     name,stays = 'metrics',{'accumulate'}
     def objects(self, learn, cbs): return [*learn.metrics]
     def stays_on_rank(self, o, name):
-        v = getattr(o, name, None)
-        collected = v.numel() > 1 if isinstance(v, torch.Tensor) else has_arrays(v)
-        return name in self.stays or collected
+        if name in self.stays: return True
+        arrays = arrays_in(getattr(o, name, None))
+        return sum(getattr(a, 'nbytes', 0) for a in arrays) > _MAX_METRIC_BYTES
 
 # %% ../../nbs/fastai2/718_parts.ipynb #b81d94bf
 PARTS = Parts(TheLearner(), Data(), Model(), Loss(), Opt(), Callbacks(), Metrics(), Hooks())

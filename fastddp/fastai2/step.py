@@ -269,6 +269,7 @@ class Batch:
         self.loss_node = None   # of the graph: what the loss function returned
         self.params = None      # the trained parameters, once `StepSync.params` is called
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
+        self.lacks_loss = False # True: a pass began before `learn.loss` was computed, on some rank
         self.has_pred = False   # True from the end of its forward pass on
         self.has_stepped = False    # True from the end of the step on, also of one that was skipped
     def end(self):
@@ -295,6 +296,8 @@ class Batch:
 #    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
 #   10   sum_                combine               on an accelerator
 #   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
+#   12 vote('share_loss')    _share_late_loss      in `after_batch`, if a rank lacks one (3, not 9)
+#   13   sum_                combine               on an accelerator, if a rank has one now (12)
 #
 # A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
 # rank comes to 3, 4, 5, 7 and 8 at the end of the batch: `how` is never OVERLAPPED then, and its
@@ -418,6 +421,7 @@ def after_step(self:StepSync): self.batch.has_stepped = True
 def after_batch(self:StepSync):
     if self.batch.how is None: self._end_without_backward()
     elif not self.batch.has_stepped: self._note_left_step()
+    if self.batch.lacks_loss: self._share_late_loss()
     # `Passes` stays open: the user's callbacks come later, and may run a backward pass
     self.batch.end()
 
@@ -464,10 +468,12 @@ def _meet(self:StepSync, loss):
     "Vote before the first pass, that of `loss`; return how the batch averages gradients"
     self._check_terms(loss)
     batch_loss = self.batch.loss
-    numbers = batch_loss.numbers(loss) | dict(stateful=self.losses.watch.is_stateful_here)
+    numbers = batch_loss.numbers(loss) | dict(
+        stateful=self.losses.watch.is_stateful_here, lacks_loss=not batch_loss.is_computed())
     if self.uses_ddp(): numbers |= self.overlapped.status(loss)
     result = self._vote_of_pass(backward=1., **numbers)
     self.losses.watch.is_stateful |= result.sum('stateful') > 0
+    self.batch.lacks_loss = result.sum('lacks_loss') > 0
     how = self._decide(result)
     batch_loss.combine(result)
     return how
@@ -512,6 +518,17 @@ def _share_loss(self:StepSync, loss):
     callback may have run the first backward pass with a loss of its own"""
     if not self.batch.loss.is_local(): return
     self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
+    self.batch.lacks_loss = False
+
+@patch
+def _share_late_loss(self:StepSync):
+    """Vote at the end of a batch whose backward passes began before `learn.loss` was computed: a
+    callback, or a learner of the user's, may have set it since"""
+    batch_loss = self.batch.loss
+    has_loss = batch_loss.is_local()
+    numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
+    result = self.together.vote('share_loss', backward=has_loss, **numbers)
+    if result.sum('backward'): batch_loss.combine(result)
 
 @patch
 def _check_further_pass(self:StepSync):
@@ -537,6 +554,7 @@ def _end_without_backward(self:StepSync):
     numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
     result = self._vote_of_pass(**numbers)
     others_pass = result.sum('backward') > 0
+    self.batch.lacks_loss = result.sum('lacks_loss') > 0
     # in the same order as `_meet`
     how = self._decide(result) if others_pass else LATER
     if has_loss or others_pass: batch_loss.combine(result)

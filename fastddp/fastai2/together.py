@@ -53,7 +53,7 @@ EPOCH_EVENTS = (
 _OTHER_PLACES = dict(
     order="the beginning of the batches",
     begin_pass="a backward pass", end_pass="the end of a backward pass",
-    share_loss="a further backward pass", gather="the loss function", load="learn.load",
+    share_loss="the loss of a batch", gather="the loss function", load="learn.load",
     end_loop="the end of the batches", leave="the end of the call", end="the end of the call")
 _PLACES = (*BATCH_EVENTS, *EPOCH_EVENTS, *_OTHER_PLACES)
 
@@ -65,7 +65,9 @@ def bits_of(events):
 # The numbers that a vote may carry, and the place that it is held at. At other places they are 0
 FIELDS = (
     'divisor','loss',   # begin_pass, share_loss: of this rank's loss: see `shard.loss`
-    'backward',         # begin_pass: 1: this rank makes a backward pass in this batch
+    # begin_pass: 1: this rank makes a backward pass in this batch; share_loss: it has a loss
+    'backward',
+    'lacks_loss',       # begin_pass: 1: its `learn.loss` isn't computed yet
     'flat',             # begin_pass: 1: DDP can't follow its model
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
     'mask',             # end_pass: of the parameters with gradients, after a flat pass

@@ -18,7 +18,9 @@ from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.pickling import RankPickler, Reached, Unloaded, dump, load, load_partly
 from ..payload.changes import STRUCTURE_ATTRS
+from ..payload.reducers import reduces
 from ..payload.state import model_tensors
+from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/launch/510_training.ipynb #4d613b9e
 def is_kind(cb,    # A callback
@@ -161,6 +163,12 @@ def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
         else: owner = getattr(o, '__name__', type(o).__name__)
         key = name if isinstance(name, str) else name.key       # of a `Variable`
         yield f"{owner}.{key} ({type(e).__name__}: {e})"
+
+# %% ../../nbs/launch/510_training.ipynb #5d0c6a18
+@reduces(Sharded)
+def _reduce_sharded(dl, pickler):
+    "The user's own loader takes the place of a sharded one"
+    return original, (original(dl),)
 
 # %% ../../nbs/launch/510_training.ipynb #710ab406
 # A state is sent as `(state, pickle of rest, buffers of rest)`: a pickle within the pickle, so that

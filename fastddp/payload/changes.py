@@ -212,16 +212,16 @@ def _is_cache(owner, name, v):
     if isinstance(owner, nn.Module) or not isinstance(v, (torch.Tensor,np.ndarray)): return True
     return v.nbytes > _MAX_HASHED_BYTES
 
-def has_arrays(v,
-               outer=() # Containers in which `v` is; one may hold itself
+def arrays_in(v,
+              outer=() # Containers in which `v` is; one may hold itself
 ):
-    "True for a tensor, an array or an image, and for a container of any of these"
-    if not isinstance(v, (dict,list,tuple,set,L)):
-        has_bytes = hasattr(type(v), 'tobytes') and not np.isscalar(v)
-        return has_bytes or isinstance(v, torch.Tensor)
-    if any(v is o for o in outer): return False
-    items = v.values() if isinstance(v, dict) else v
-    return any(has_arrays(o, (*outer,v)) for o in items)
+    "Yield `v` if it is a tensor, an array or an image, or else those that containers in it hold"
+    if isinstance(v, (dict,list,tuple,set,L)):
+        if any(v is o for o in outer): return
+        for o in v.values() if isinstance(v, dict) else v: yield from arrays_in(o, (*outer,v))
+    elif isinstance(v, torch.Tensor) or hasattr(type(v), 'tobytes') and not np.isscalar(v): yield v
+
+def has_arrays(v): return any(True for _ in arrays_in(v))
 
 # %% ../../nbs/payload/109_changes.ipynb #a4d4263d
 # The groups, and the rule of each

@@ -1,5 +1,6 @@
 """After a distributed fit the notebook has what a local fit would have left, in every corner; and nothing else."""
 import os, random, signal
+from copy import deepcopy
 from functools import partial
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
@@ -10,7 +11,7 @@ from fastcore.foundation import L
 from fastai.data.all import Pipeline, Transform
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner, Metric
-from fastai.metrics import AccumMetric, accuracy
+from fastai.metrics import AccumMetric, F1Score, accuracy
 from fastai.optimizer import Lookahead, OptimWrapper, SGD
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, Subset, WeightedRandomSampler
@@ -533,6 +534,61 @@ def test_attributes_of_metrics_come_back(two):
     one = learner(metrics=[Remembers(), accuracy])
     one.fit(2)
     assert vars(one.metrics[0]) == vars(remembers)
+
+
+class Matrix(Metric):
+    "Counts by class, and collects what is too large to be sent back"
+    name = 'matrix'
+    def reset(self): self.counts, self.all = torch.zeros(3, 3), []
+    def accumulate(self, learn):
+        for y, out in zip(learn.y, learn.pred): self.counts[y, out.argmax()] += 1
+        self.all.append(torch.zeros(2**18+1))
+    @property
+    def value(self): return self.counts.trace()/self.counts.sum()
+
+
+def test_what_a_metric_has_counted_comes_back(two):
+    learn = learner(metrics=[Matrix(), F1Score(average='macro')])
+    learn.distrib_fit(2, nprocs=2, launcher=two)
+    matrix, f1 = learn.metrics
+    assert matrix.counts.sum() == 21 and [float(m.value) for m in (matrix, f1)] == learn.recorder.values[-1][2:]
+    assert not hasattr(matrix, 'all')
+    matrix.counts = None
+    learn.distrib_validate(nprocs=2, launcher=two)
+    assert matrix.counts.sum() == 21
+    assert float(learn.recorder.loss.value) == pytest.approx(learn.recorder.values[-1][0])
+
+
+class NamesOfTheLearner(Callback):
+    "Its attributes have names that the learner has, too"
+    def __init__(self):
+        self.loss, self.pred, self.opt, self.logger, self.scaler, self.model, self.dl = [], [], {}, [], 1., None, None
+    def before_fit(self): self.model, self.dl = deepcopy(self.learn.model), self.learn.dls.valid
+    def after_epoch(self):
+        for o in self.loss, self.pred, self.logger: o.append(self.epoch)
+        self.opt[self.epoch], self.scaler = 'seen', self.scaler*2
+        self.model[0].weight.data[:] = self.epoch
+
+
+def test_attributes_named_as_the_learners(two):
+    learn, cb = learner(), NamesOfTheLearner()
+    loss = cb.loss
+    learn.distrib_fit(2, nprocs=2, launcher=two, cbs=cb)
+    assert cb.loss is loss == cb.pred == cb.logger == [0, 1] and (cb.opt, cb.scaler) == ({0: 'seen', 1: 'seen'}, 4.)
+    assert (cb.model[0].weight == 1).all() and cb.model is not learn.model and cb.dl is learn.dls.valid
+
+
+class KeepsLoaders(Callback):
+    def __init__(self): self.seen = []
+    def before_fit(self): self.valid_dl = self.learn.dls.valid
+    def before_train(self): self.seen.append(self.learn.dl)
+
+
+def test_a_callback_that_keeps_loaders_has_the_notebooks_own(two):
+    learn, cb = learner(), KeepsLoaders()
+    for _ in range(2): learn.distrib_fit(1, nprocs=2, launcher=two, cbs=cb)
+    assert cb.valid_dl is learn.dls.valid and len(cb.seen) == 2 and all(o is learn.dls.train for o in cb.seen)
+    assert sum(len(y) for _, y in cb.valid_dl) == 21
 
 
 class Curriculum(Callback):

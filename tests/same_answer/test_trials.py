@@ -4,7 +4,7 @@ import gc
 from functools import partial
 import pytest, torch
 import torch.nn.functional as F
-from fastai.callback.core import Callback, CancelEpochException
+from fastai.callback.core import Callback, CancelBatchException, CancelEpochException
 from fastai.callback.tracker import SaveModelCallback
 from fastai.callback.training import GradientAccumulation
 from fastai.data.core import DataLoaders
@@ -13,6 +13,7 @@ from fastai.learner import Learner
 from fastai.metrics import Perplexity, accuracy
 from fastai.optimizer import Adam, OptimWrapper
 from torch import nn
+from fastddp.base import group
 from fastddp.base.errors import WorkerError
 from fastddp.launch.engine import InProcess
 from fastddp.launch.local import Local
@@ -286,6 +287,61 @@ def test_a_backward_pass_that_keeps_its_graph(ranks):
     assert_same_weights(learn, one)
     del learn, one
     gc.collect()
+
+
+# Losses that are known only after their backward pass
+
+class StepsByItself(Callback):
+    "Trains in an event, tells the Recorder its loss, and leaves the batch"
+    run_valid = False
+    def before_batch(self):
+        loss = F.cross_entropy(self.model(*self.xb), *self.yb)
+        loss.backward()
+        self.opt.step()
+        self.opt.zero_grad()
+        self.learn.loss = loss.detach()
+        raise CancelBatchException
+
+
+class NotesLossLate(Learner):
+    "Its own code sets `loss` last"
+    def _do_one_batch(self):
+        self.pred = self.model(*self.xb)
+        self('after_pred')
+        loss = F.cross_entropy(self.pred, *self.yb)
+        if self.training:
+            loss.backward()
+            self.opt.step()
+            self.opt.zero_grad()
+        self.loss = loss.detach().clone()
+
+
+@pytest.mark.parametrize('how', [dict(cbs=StepsByItself), dict(kind=NotesLossLate)])
+@pytest.mark.parametrize('batch', ['global', 'per_worker'])
+def test_a_loss_that_is_set_after_its_backward_pass(ranks, how, batch):
+    "The Recorder has that of the global batch"
+    n, launcher = ranks
+    made = {k: v() if k == 'cbs' else v for k, v in how.items()}
+    assert_same(*fit_both(learner(**made), n, launcher, 2, batch=batch))
+
+
+class SkipsOnOneRank(NotesLossLate):
+    def _do_one_batch(self):
+        if self.iter != 1 or group.rank() != 1: return super()._do_one_batch()
+        self.pred = self.model(*self.xb)
+        self.loss = F.cross_entropy(self.pred, *self.yb)
+
+
+class NotesLosses(Collect):
+    def after_batch(self):
+        if self.training: self.note(self.learn.loss)
+
+
+def test_a_loss_that_is_set_late_where_one_rank_makes_no_backward_pass(ranks):
+    n, launcher = ranks
+    cb = NotesLosses()
+    learner(kind=SkipsOnOneRank).distrib_fit(1, nprocs=n, launcher=launcher, cbs=cb)
+    assert_ranks_alike(cb.ranks)
 
 
 # Between two fits
