@@ -31,7 +31,7 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
-# Names of attributes of callbacks whose values on the rank are not sent back. They are fastai's: the
+# Names of attributes of callbacks whose values on the rank aren't sent back. They are fastai's: the
 # learner, what shows progress, and what mixed precision and fastcore's `Stateful` keep
 CALLBACK_STAYS = {*'learn pbar mbar old_logger autocast _state'.split()}
 
