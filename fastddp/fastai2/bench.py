@@ -21,7 +21,7 @@ from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
 import fastddp.fastai2.learner
-from .loaders import is_lm, lay_out, with_loaders
+from .loaders import is_lm, lay_out, step_sizes, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..launch.options import refuse_in_launched_group
@@ -32,7 +32,7 @@ from ..shard.sharded import workers_per_rank
 class Measured(NamedTuple):
     "One line of a `Bench`"
     workers:int
-    batch:int       # Of one worker
+    batch:int       # Of one worker; None where a batch sampler or the user's code decides
     num_workers:int # Loader processes of one worker
     rate:float=0.   # Items per second of all workers; 0: there is not enough memory
     without_data:float=0.   # The rate if no worker waited for data
@@ -41,7 +41,7 @@ class Measured(NamedTuple):
         best # The best rate in the table
     ):
         "Return its line in the table, whose bar shows the rate relative to the best one"
-        start = f"{self.workers:>7} {self.batch:>6} {self.num_workers:>11} "
+        start = f"{self.workers:>7} {self.batch or '-':>6} {self.num_workers:>11} "
         if not self.rate: return start+"out of memory"
         return (f"{start}{self.rate:>10,.0f} {self.without_data:>10,.0f} "
                 f"{self.rate/self.workers:>10,.0f} {self.epoch:>8,.1f} s  "
@@ -98,8 +98,8 @@ class Pace(Callback):
 def _measure(learn, n, pace):
     "Train `learn` on `n` workers, and return the `Measured` line."
     dl = learn.dls.loaders[0]
-    size = getattr(dl, 'bs', None) or dl.batch_size
-    num_workers = workers_per_rank(getattr(dl, 'fake_l', dl).num_workers, n)
+    size,_ = step_sizes(dl, 1)
+    num_workers = workers_per_rank(getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0), n)
     streams = CommonRNG.capture()
     try:
         # workers of its own: none has memory that another choice has taken
@@ -112,7 +112,9 @@ def _measure(learn, n, pace):
     if not pace.items: raise CantDistribute("No step was timed: a callback ended the fit.")
     rate = pace.items/pace.seconds
     without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
-    return Measured(n, size, num_workers, rate, without_data, len(dl)*size/rate)
+    _,n_steps = step_sizes(dl, n)
+    items_per_step = pace.items/(pace.done-_N_WARM_UP)
+    return Measured(n, size, num_workers, rate, without_data, n_steps*items_per_step/rate)
 
 # %% ../../nbs/fastai2/732_bench.ipynb #d086806f
 @patch

@@ -20,7 +20,7 @@ from torch import nn
 from ..base import group
 from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind, is_rank0_only
-from .loaders import is_lm, lay_out, with_loaders
+from .loaders import is_lm, lay_out, why_whole, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .step import StepSync
@@ -364,8 +364,9 @@ def _check(learn, steps, tol, options):
     # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
     gpus = options.get('gpus')
     if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
-    # the batch size of a torch loader can't be changed
-    if not all(isinstance(dl, DataLoader) for dl in learn.dls.loaders): options['batch'] = 'global'
+    # the batch size of a torch loader can't be changed, and other code may make batches by itself
+    has_size = all(isinstance(dl, DataLoader) for dl in learn.dls.loaders)
+    if not has_size or why_whole(learn.dls.loaders[0]): options['batch'] = 'global'
     res = _compare(learn, steps, tol, options)
     # without `gpus`, workers are on GPUs if there are any
     res.reasons = reasons_for(learn, group.n_gpus() if gpus is None else gpus)

@@ -56,13 +56,15 @@ class NoteProgress(OurCallback):
     n_begun = 0             # batches of the phase that have begun
     in_batch = False        # True from the beginning of a batch to its end
     has_stepped = False     # True once the first batch has ended, in a fit the first of training
-    # Fits that are running: fastai's `learn.validate`, in a callback, is one inside the fit
-    fit_depth = 0
+    epoch = None            # that of `where`
     def __init__(self, ctx,
         folder=None # As of `Progress`
     ):
         self.ctx = ctx
         self.progress = Progress(ctx, folder)
+        # Where each fit that runs has begun: fastai's `learn.validate`, in a callback, is one
+        # inside the fit, which goes on where that began
+        self.fits = []
     def where(self):
         "Return what this rank is doing, for failure reports."
         if self.phase is None: return 'before the first epoch'
@@ -86,7 +88,9 @@ def _enter(self:NoteProgress, phase):
     self.epoch = getattr(self.learn, 'epoch', None)
 
 @patch
-def before_fit(self:NoteProgress): self.fit_depth += 1
+def before_fit(self:NoteProgress):
+    self.fits.append(dict(phase=self.phase, n_begun=self.n_begun, in_batch=self.in_batch,
+                          epoch=self.epoch))
 @patch
 def before_epoch(self:NoteProgress): self._enter('epoch')
 @patch
@@ -106,9 +110,11 @@ def before_validate(self:NoteProgress): self._enter('validate')
 @patch
 def after_validate(self:NoteProgress): self._enter('epoch')
 @patch
-def after_epoch(self:NoteProgress): self.progress.epochs += self.fit_depth == 1
+def after_epoch(self:NoteProgress): self.progress.epochs += len(self.fits) == 1
 @patch
-def after_fit(self:NoteProgress): self.fit_depth -= 1
+def after_fit(self:NoteProgress):
+    outer = self.fits.pop()
+    if self.fits: vars(self).update(outer)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b1cd30cc
 @patch
@@ -120,8 +126,8 @@ def before_batch(self:NoteProgress):
 @patch
 def after_batch(self:NoteProgress):
     if not self.training: self.in_batch = False     # in training `EndOfAll` does this
-    # in a job that only validates, `fit_depth` is 0
-    is_first = not self.has_stepped and (self.training or not self.fit_depth)
+    # a job that only validates has no `fits`
+    is_first = not self.has_stepped and (self.training or not self.fits)
     if not is_first: return
     self.has_stepped = True
     self.ctx.end_phase('first step')
@@ -138,7 +144,7 @@ class EndOfAll(OurCallback):
         self.keep = keep
     def after_batch(self): self.noted.in_batch = False
     def after_epoch(self):
-        if self.noted.fit_depth == 1: self.keep()
+        if len(self.noted.fits) == 1: self.keep()
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #277f9590
 class Changes:
@@ -280,7 +286,8 @@ def _without_dataset(dl,
     """Inside, the loader `dl` lacks its dataset if one of `loaders` has it, too. Yields the index
     of that one, from which `infer_job` takes the dataset, else None."""
     ds = getattr(dl, 'dataset', None)
-    same = [i for i,o in enumerate(loaders) if isinstance(dl, DataLoader) and o.dataset is ds]
+    same = [i for i,o in enumerate(loaders)
+            if isinstance(dl, DataLoader) and getattr(o, 'dataset', None) is ds]
     # a fastai loader has its dataset in its attributes, and in those with which it was made
     with ExitStack() as undo:
         for attrs in (vars(dl), vars(dl).get('__stored_args__', {})) if same else ():

@@ -374,8 +374,8 @@ def dl_state(dl # An original loader (of a sharded one: `original(dl)`)
 ):
     "Return what the next epoch of `dl` depends on, for `set_dl_state`, as a dict of plain values."
     return dict(kept=[*map(_order_attrs, order_holders(dl))],
-                # None: no callback has changed it
-                bs=changed_bs.get(dl) if isinstance(dl, DataLoader) else None,
+                # None: no callback has changed it, or the user has set another one since
+                bs=dl.bs if isinstance(dl, DataLoader) and changed_bs.get(dl) == dl.bs else None,
                 # the order of the texts of a language model
                 texts=list(dl.items.idxs) if is_lm(dl) else None)
 

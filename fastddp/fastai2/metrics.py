@@ -20,9 +20,10 @@ from fastcore.foundation import L
 from ..base import group
 from ..base.scoped import with_attrs
 from .events import OurCallback, _FIRST
-from ..shard.local_batch import join_rows
+from ..shard.local_batch import (
+    by_item, from_items, join_rows, rows_by_views, rows_per_item)
 from ..shard.sharded import is_sharded, original
-from ..shard.trees import map_tensors, on_cpu, trees_of_ranks, turns_of_ranks
+from ..shard.trees import map_tensors, on_cpu, tensors_in, trees_of_ranks, turns_of_ranks
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
@@ -174,11 +175,18 @@ def _accumulate_own(self:Phase, m, learn):
 @patch
 def _counted_rows(self:Phase, tree):
     """Return predictions and targets of a training batch with the rows of the items that count.
-    Tensors without a row per item stay"""
+    Tensors without rows of items stay"""
     learn = self.learn
-    n_fed = find_bs(learn.yb)
+    n_rows = find_bs(learn.yb)
     n_items = learn.dl.counts[learn.iter][0]
-    def cut(t): return t[:n_items] if t.ndim and len(t) == n_fed else t
+    n_fed = learn.dl._shard.epoch.steps[learn.iter].n_fed
+    # a callback may make several views of each item; or leave items out: each row is one then
+    if not n_fed or n_rows%n_fed: n_fed = n_rows
+    by_views = rows_by_views(tensors_in(tree), n_fed)
+    def cut(t):
+        if not t.ndim or len(t) not in (n_rows,n_fed): return t
+        k = rows_per_item(t, n_fed)
+        return from_items(by_item(t, k, by_views)[:n_items], k, by_views)
     return map_tensors(cut, tree)
 
 @patch

@@ -47,6 +47,18 @@ class _ClassVars(MutableMapping):
     def __iter__(self): return iter(vars(self.cls))
     def __len__(self): return len(vars(self.cls))
 
+class _ScriptBuffers(MutableMapping):
+    "The buffers of a TorchScript module, as a dict: its `_buffers` lacks some methods of one"
+    def __init__(self, module): self.module = module
+    def _names(self): return [k for k,_ in self.module.named_buffers(recurse=False)]
+    def __getitem__(self, k):
+        if k not in self._names(): raise KeyError(k)
+        return getattr(self.module, k)
+    def __setitem__(self, k, v): setattr(self.module, k, v)
+    def __delitem__(self, k): delattr(self.module, k)
+    def __iter__(self): return iter(self._names())
+    def __len__(self): return len(self._names())
+
 class _ClosureVars(MutableMapping):
     "The variables around a function that it uses, as a dict; one without content isn't in it"
     def __init__(self, function):
@@ -66,7 +78,8 @@ def _holders(f):
     count; None: all of them"""
     for o in _objects_of(f):
         yield _ClassVars(o) if isinstance(o, type) else vars(o),None
-        if isinstance(o, torch.nn.Module): yield from ((o._buffers,None), (o._parameters,None))
+        if isinstance(o, torch.jit.ScriptModule): yield _ScriptBuffers(o),None
+        elif isinstance(o, torch.nn.Module): yield from ((o._buffers,None), (o._parameters,None))
     function = _function_of(f)
     if function is None: return
     yield _ClosureVars(function),None
@@ -75,9 +88,13 @@ def _holders(f):
     yield scope,[k for k in names if isinstance(scope.get(k), _PLAIN_VALUES)]
 
 # %% ../../nbs/shard/313_loss_state.ipynb #a3c0e210
+def _version(t):
+    # torch counts no versions of a tensor of `inference_mode`
+    return 0 if t.is_inference() else t._version
+
 def _mark(v):
     "Return what changes if `v` is changed in place, as far as that is seen at once"
-    if isinstance(v, torch.Tensor): return v._version
+    if isinstance(v, torch.Tensor): return _version(v)
     return len(v) if isinstance(v, (list,dict,set,deque)) else None
 
 class _Vars:
@@ -114,7 +131,7 @@ class LossState:
         values += [v for o in values if isinstance(o, dict) for v in o.values()]
         # each once, with its version; not those that are trained
         tensors = {id(t):t for t in values if isinstance(t, torch.Tensor) and not t.requires_grad}
-        self.versions = [(t, t._version) for t in tensors.values()]
+        self.versions = [(t, _version(t)) for t in tensors.values()]
         self.copies = {}        # id of a tensor -> its copy
     def copy_tensors(self,
         fixed=() # Tensors that aren't copied, such as those that an earlier call left `unchanged`
@@ -124,7 +141,7 @@ class LossState:
         self.copies = {id(t):t.detach().clone() for t,_ in self.versions if id(t) not in left_out}
     def unchanged(self):
         "Return the tensors that have not been changed in place"
-        return [t for t,version in self.versions if t._version == version]
+        return [t for t,version in self.versions if _version(t) == version]
 
     def changed(self):
         "Return the names of what was there and has changed, as a list"
@@ -141,7 +158,7 @@ class LossState:
         for o in self.vars: o.put_back()
         with torch.no_grad():
             for t,version in self.versions:
-                if t._version == version: continue
+                if _version(t) == version: continue
                 if id(t) in self.copies: t.copy_(self.copies[id(t)])
                 else: lost.append('tensor')
         return lost

@@ -2,6 +2,8 @@
 import copy, os
 import pytest, torch
 from fastai.callback.core import Callback, CancelFitException
+from fastai.data.core import DataLoaders
+from torch.utils.data import BatchSampler, DataLoader as TorchLoader, RandomSampler, Sampler
 from fastddp.all import *
 from learners import make_learner
 
@@ -14,6 +16,27 @@ def test_steps_with_each_choice():
     assert 'Worth it: 2 workers' in str(res) and '#'*20 in str(res)
     assert all(torch.equal(v, before[k]) for k, v in learn.model.state_dict().items())
     assert torch.equal(torch.get_rng_state(), stream) and learn.dls.bs == 16 and learn.opt is None
+
+
+class Unequal(Sampler):
+    "A batch sampler of the user's own, which decides the sizes"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n//8
+    def __iter__(self): return ([*range(i, i+8)] for i in range(0, self.n, 8))
+
+
+def sampled(dl): return TorchLoader(dl.dataset, batch_sampler=BatchSampler(RandomSampler(dl.dataset), 8, False))
+def unequal(dl): return TorchLoader(dl.dataset, batch_sampler=Unequal(len(dl.dataset)))
+
+
+@pytest.mark.parametrize('made,bs', [(sampled, 8), (unequal, None), (list, None)])
+def test_loaders_without_a_batch_size(made, bs):
+    "A list of batches is read whole, and has no processes"
+    learn = make_learner(cbs=[])
+    learn.dls = DataLoaders(made(learn.dls.train), made(learn.dls.valid))
+    row, = res = learn.distrib_bench(nprocs=2, steps=2)
+    assert row.batch == bs and row.num_workers == 0 and row.rate > 0 and row.epoch > 0
+    assert bs or '      -  ' in str(res)
 
 
 class Ends(Callback):

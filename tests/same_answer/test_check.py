@@ -41,6 +41,21 @@ def test_same_answer_and_nothing_changed(two):
     assert str(was[1:]) == str(now[1:])
 
 
+class Halves(DataLoader):
+    "Makes its batches by itself, of a size of its own"
+    def create_batches(self, samps):
+        for i in range(0, 32, 4): yield self.do_batch([self.do_item(j) for j in range(i, i+4)])
+
+
+@pytest.mark.parametrize('make', [lambda ds: Halves(ds, bs=8), lambda ds: DataLoader([*DataLoader(ds, bs=4)], bs=None)],
+                         ids=['own batches', 'no batch size'])
+def test_a_loader_whose_batch_size_is_not_its_own(two, make):
+    learn = learner()
+    learn.dls = DataLoaders(make(items(32)), DataLoader(items(8), bs=4))
+    res = learn.distrib_check(nprocs=2, launcher=two)
+    assert res.same, res
+
+
 EXPECTED = 'Not the same, for reasons that are expected: '
 
 

@@ -157,6 +157,23 @@ def test_metrics_of_training(ranks, train):
     assert_ranks_alike(seen.ranks)
 
 
+class TwoViews(Callback):
+    "Makes two views of each item"
+    order = -5
+    def before_batch(self):
+        self.learn.xb = tuple(torch.cat([x, x+.1]) for x in self.xb)
+        self.learn.yb = tuple(torch.cat([y, y]) for y in self.yb)
+
+
+@pytest.mark.parametrize('metric', [lambda: accuracy, Spread, Largest])
+def test_metrics_of_training_count_all_views(ranks, metric):
+    n, launcher = ranks
+    learn, seen = learner(train=8*n+1, bs=4, metrics=metric(), cbs=TwoViews()), Values()
+    learn.recorder.train_metrics = True
+    learn, one = fit_both(learn, n, launcher, 1, cbs=[seen])
+    close(values(learn), values(one), 1e-5)
+
+
 class Smooth(AvgSmoothLoss): name = 'of_its_own'
 
 
