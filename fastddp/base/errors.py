@@ -58,7 +58,7 @@ _MEMORY = [
     Trouble('out of memory',
         "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
         "DataLoader workers.",
-        lambda k,m: k == 'MemoryError' or "can't allocate memory" in m.lower()),
+        lambda k,m: k == 'MemoryError' or re.search("can('t|not) allocate memory", m, re.I)),
     Trouble('shared memory is full',
         "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge "
         "/dev/shm (docker: --shm-size=2g).",

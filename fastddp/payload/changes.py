@@ -392,6 +392,9 @@ def _change(o, group, values, removed, own):
     for name,v in new.items():
         try: access.update(o, {name:v}, ())
         except Exception as e: failed.append((name, without_frames(e)))
+    for name in removed:
+        try: access.update(o, {}, [name])
+        except Exception as e: failed.append((name, without_frames(e)))
     return failed
 
 # %% ../../nbs/payload/109_changes.ipynb #5b605feb

@@ -188,7 +188,10 @@ def _call_joined(self:Losses, f, batch, counts):
     try:
         pred,yb = batch.join(of_ranks)
         del of_ranks    # the call of `f` may need the memory
-        return f(pred, *yb)
+        loss = f(pred, *yb)
+        # Gradients with respect to inputs, as in a gradient penalty: the rank has its own inputs
+        # only, and the gradients through joined predictions are scaled
+        return None if batch.is_differentiated else loss
     except Exception as e:      # `f` reads more than these, or has a mistake
         if self.option == 'gather' or is_out_of_memory(e): raise
         error = e
@@ -198,7 +201,7 @@ def _call_joined(self:Losses, f, batch, counts):
 def _try_alone(self:Losses, f, batch, error):
     "Raise what `f` raises for this rank's items alone: that is the user's error"
     state = self._noted_state(f)
-    with torch.no_grad():
-        try: f(batch.tree[0], *batch.tree[1])
-        except Exception as e: raise e from error
+    # not under `no_grad`: losses that compute gradients need graphs
+    try: f(batch.tree[0], *batch.tree[1])
+    except Exception as e: raise e from error
     state.undo()

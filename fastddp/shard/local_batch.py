@@ -77,6 +77,7 @@ class LocalBatch:
         numbers_rows    for each tensor: True if it numbers rows, see `_numbers_rows`
         nbytes          of what this rank sends
         has_rows        True if some prediction has rows of items
+        is_differentiated       True once a gradient was computed through what `join` returned
         has_computed_number     True if some prediction has none, and a gradient, such as a loss
                         that the model computed"""
     def __init__(self, pred, yb,
@@ -85,6 +86,7 @@ class LocalBatch:
         positions # Positions of the items that count, in the epoch of one process
     ):
         self.tree = pred,tuple(yb)
+        self.is_differentiated = False
         self.n_fed,self.count = self._count_items(count, n_fed)
         self.positions = self._known_positions(positions)
         self._arrange(self._leaves(self.tree, self.n_fed))
@@ -174,13 +176,15 @@ def exchange(self:LocalBatch,
 
 # %% ../../nbs/shard/306_local_batch.ipynb #3f33c1b7
 class _ScaleGradient(torch.autograd.Function):
-    "The identity; the backward pass multiplies the gradient by `factor`"
+    "The identity; the backward pass multiplies the gradient by `factor`, and calls `note`"
     @staticmethod
-    def forward(ctx, t, factor):
-        ctx.factor = factor
+    def forward(ctx, t, factor, note):
+        ctx.factor,ctx.note = factor,note
         return t.view_as(t)
     @staticmethod
-    def backward(ctx, grad): return grad*ctx.factor, None
+    def backward(ctx, grad):
+        ctx.note()
+        return grad*ctx.factor, None, None
 
 @patch
 def _scaled(self:LocalBatch,
@@ -188,7 +192,18 @@ def _scaled(self:LocalBatch,
     of_ranks # `OfRanks`
 ):
     "Return `t` with its graph. Gradients are multiplied by (items of all)/(items of this rank)"
-    return _ScaleGradient.apply(t, sum(of_ranks.counts)/self.count) if t.requires_grad else t
+    if not t.requires_grad: return t
+    return _ScaleGradient.apply(t, sum(of_ranks.counts)/self.count, self._note_differentiation)
+
+@patch
+def _note_differentiation(self:LocalBatch): self.is_differentiated = True
+
+@patch
+def _mean(self:LocalBatch, parts, counts):
+    "Return the mean over items of a number of each rank"
+    # an integer that is the same on all ranks must not be rounded down
+    if not parts[0].is_floating_point(): parts = [o.double() for o in parts]
+    return sum(o*m for o,m in zip(parts, counts))/sum(counts)
 
 @patch
 def _join_tensor(self:LocalBatch,
@@ -204,7 +219,7 @@ def _join_tensor(self:LocalBatch,
     own = self._scaled(t, of_ranks) if self.count else t
     parts[group.rank()] = own.as_subclass(torch.Tensor)
     if k: whole = torch.cat(parts)[of_ranks.order.to(t.device)]
-    else: whole = sum(o*(m/sum(of_ranks.counts)) for o,m in zip(parts, of_ranks.counts))
+    else: whole = self._mean(parts, of_ranks.counts)
     # of the same kind of fastai's tensors, which have methods of their own
     return from_items(whole.to(t.dtype).as_subclass(type(t)), k, self.by_views)
 

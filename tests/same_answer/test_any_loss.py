@@ -349,6 +349,42 @@ def test_targets_that_number_the_rows(two, train, together, batch):
     assert_same(*fit_both(learn, 2, two, 2, batch=batch))
 
 
+class NeedsGradient(Callback):
+    "Losses compute gradients with respect to inputs"
+    order = -5
+    def before_batch(self): self.learn.xb = (self.x.requires_grad_(),)
+
+
+def penalty(learn, pred, y):
+    "A gradient penalty: the loss differentiates its predictions"
+    loss = nn.functional.cross_entropy(pred, y)
+    if not learn.training: return loss
+    g, = torch.autograd.grad(pred.sum(), learn.xb[0], create_graph=True)
+    return loss+.1*g.square().sum(1).mean()
+
+
+def physics(learn, pred, y):
+    "A residual of an equation: the loss differentiates the model at points of its own"
+    loss = nn.functional.cross_entropy(pred, y)
+    if not learn.training: return loss
+    x = learn.xb[0].detach().requires_grad_()
+    g, = torch.autograd.grad(learn.model(x).sum(), x, create_graph=True)
+    return loss+.1*(g[:len(y)].sum(1)-y).square().mean()
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+@pytest.mark.parametrize('loss', [penalty, physics])
+def test_a_loss_that_computes_gradients(two, loss, batch, capfd):
+    learn, one = [learner(train=32, cbs=NeedsGradient()) for _ in range(2)]
+    for o in learn, one: o.loss_func = partial(loss, o)
+    if batch == 'per_worker': one.dls.train.bs *= 2
+    for o, fit in (learn, partial(learn.distrib_fit, nprocs=2, launcher=two, batch=batch)), (one, one.fit):
+        seed(1)
+        fit(1)
+    assert_same(learn, one)
+    assert 'reads more of a batch' in capfd.readouterr().out
+
+
 def too_large(pred, y):
     "Rank 1 has no room for what the predictions of both ranks need"
     if group.rank() == 1 and len(pred) > 4: raise OutOfMemory('CUDA out of memory. Tried to allocate 2.00 GiB')
