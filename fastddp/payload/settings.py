@@ -105,6 +105,15 @@ def _module_of(o):
     if isinstance(o, types.ModuleType): return o
     return sys.modules.get(getattr(o, '__module__', None))
 
+_is_user_file = functools.cache(is_user_file)
+
+def _is_own(module):
+    "True for a module of the user's own folder"
+    if type(module) is not types.ModuleType: return False
+    if module.__name__.partition('.')[0] in _LEFT_OUT: return False
+    file = getattr(module, '__file__', None)
+    return bool(file) and sys.modules.get(module.__name__) is module and _is_user_file(file)
+
 def library_settings(named # Classes, functions and modules
 ):
     "Return a list of `(module, qualified name of a class or None, settings)`"
@@ -136,15 +145,6 @@ def set_library_settings(rows # What `library_settings` returned
                   "before_fit of a callback.")
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800c
-_is_user_file = functools.cache(is_user_file)
-
-def _is_own(module):
-    "True for a module of the user's own folder"
-    if type(module) is not types.ModuleType: return False
-    if module.__name__.partition('.')[0] in _LEFT_OUT: return False
-    file = getattr(module, '__file__', None)
-    return bool(file) and sys.modules.get(module.__name__) is module and _is_user_file(file)
-
 def own_modules(named # Classes, functions and modules
 ):
     "Return the user's own modules among these and theirs, and the own modules that they refer to"
