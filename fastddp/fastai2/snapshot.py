@@ -45,7 +45,9 @@ from ..shard.sharded import is_sharded, write_back
 #                             depth: both sides have them, too. `look_for_held` says where to look
 #   ChangeTracker(groups)     notes what objects hold; `PARTS.changes` asks it what has changed, and
 #                             `apply_changes` makes these changes in the objects of the notebook
-#   dump_state, load_state    the captured state, in two pickles
+#   dump_state, load_state    the captured state, in two pickles. `dump_state` adds to the second
+#                             the held objects to which changed values lead, so that those of the
+#                             notebook can take their places
 
 def persistent_refs(learn,
     cbs=() # Callbacks that a fit was given
@@ -249,6 +251,7 @@ def baseline(learn, cbs,
     "Return a `ChangeTracker` that has noted all that a job may change, before it does."
     groups = PARTS.groups(learn, cbs, definitions)
     groups |= {name:[] for name in made}        # the notebook has other objects
+    # What the notebook has, too. A value that refers to it is compared, and sent, by a reference
     both = None if refs is None else [*refs, *definitions]
     return ChangeTracker(groups, PARTS.stays_on_rank, both)
 

@@ -436,6 +436,7 @@ def after_cancel_fit(self:StepSync): self.close()
 @patch
 def is_mid_batch(self:StepSync):
     "Return True between the forward pass of a batch and its backward pass"
+    # outside of a batch, where `batch` is None, `n_passes` is None, too
     return self.passes.n_passes == 0 and self.batch.has_pred
 
 # %% ../../nbs/fastai2/714_step.ipynb #8d5fef2a
