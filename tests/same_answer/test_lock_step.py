@@ -58,7 +58,7 @@ def both(make, n, launcher, cbs_of, epochs=2):
     return learn, one
 
 
-@pytest.mark.few(8)
+@pytest.mark.few(5)
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
 def test_a_wish_where_the_forward_pass_is_a_collective(ranks, event, kind, at, epoch, valid):

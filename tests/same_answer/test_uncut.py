@@ -81,6 +81,7 @@ CASES = dict(known=(nn.MSELoss(), None), root=(root, None),
              two_views=(nn.MSELoss(), lambda: views(16)))
 
 
+@pytest.mark.spread
 @pytest.mark.parametrize('sizes', [[8, 8, 4, 8], [8, 1, 8, 1], [1, 8, 8]])
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 @pytest.mark.parametrize('case', CASES)

@@ -39,6 +39,7 @@ def test_cells_on_all_gpus():
         run('del held, made')
 
 
+@pytest.mark.full
 @on_gpus()
 def test_bench_with_a_row_that_has_no_memory():
     import simulated_gpu.device as device
