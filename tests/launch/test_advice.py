@@ -66,7 +66,7 @@ TROUBLES = {
     'slow transform, too few cores': (dict(secs=.02, num_workers=16), 'data', 'no core is free'),
     'slow item': (dict(slow=((75, 3.),)), 'item', 'batch 4 of epoch 0 took 3.0 s'),
     'tiny model': (dict(model=Model(0.), train=12000, bs=4), 'small', 'larger batch, or one worker'),
-    'huge layer': (dict(model=Model(0., hidden=2500), train=160, bs=4), 'layer', 'layers.2.weight'),
+    'huge layer': (dict(model=Model(0., hidden=2500), train=640, bs=4), 'layer', 'layers.2.weight'),
     'competing program': (dict(model=Model(rank1=.05)), 'rank', 'for worker 1'),
     'uneven texts': (dict(model=Model(of_items=.2), train=640), 'sizes', 'SortedDL'),
     'slow metric': (dict(metrics=slow_metric, valid=200), 'metrics', 'slow_metric'),
