@@ -28,7 +28,8 @@ OutOfMemory = torch.cuda.OutOfMemoryError
 def is_out_of_memory(e): # An exception
     "True if `e` says that memory lacks, that of an accelerator or of the host"
     if isinstance(e, (OutOfMemory,MemoryError)): return True
-    return any(o in str(e).lower() for o in ('out of memory',"can't allocate memory"))
+    texts = 'out of memory',"can't allocate memory",'cannot allocate memory'
+    return any(o in str(e).lower() for o in texts)
 
 def device_module():
     "Return the torch module of the accelerator, such as `torch.cuda`"

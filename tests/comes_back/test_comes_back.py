@@ -19,6 +19,7 @@ from fastddp.all import *
 from fastddp.payload import columns as columns_module
 from traces import PASSING, children, environment, memfds
 from learners import make_learner, mlp, seed_all
+from losses import Scaled
 from parity import assert_same, items, largest, learner, loaders, seed, alone_like, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -382,17 +383,9 @@ def test_gradients_that_accumulation_left_travel_both_ways(two):
     assert largest(grads(learn), grads(one)) < 1e-6
 
 
-class WithWeights(nn.Module):
-    "A loss with weights"
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(3))
-    def forward(self, pred, y): return nn.functional.cross_entropy(pred*self.scale, y)
-
-
 def test_gradients_of_a_loss_that_accumulation_left(two):
     "They are averaged, and travel both ways, as those of the model"
-    learn = learner(cbs=GradientAccumulation(16), loss_func=WithWeights())
+    learn = learner(cbs=GradientAccumulation(16), loss_func=Scaled())
     one = alone_like(learn, 2)
     for o in learn, one: o.splitter = lambda m, loss=o.loss_func: [[*m.parameters(), *loss.parameters()]]
     seed(1)

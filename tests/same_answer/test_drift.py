@@ -7,6 +7,7 @@ from fastai.learner import Learner
 from fastai.optimizer import OptimWrapper, SGD, Optimizer, weight_decay
 from torch import nn
 from torch.utils.checkpoint import checkpoint
+from losses import Scaled
 from parity import Collect, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, alone_like, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -86,14 +87,6 @@ def test_weights_that_drift_become_rank_0s_with_one_warning(case, two, capfd):
     assert said.count('drifted apart') == 1 and f'the end of epoch 0 {which}' in said, said
 
 
-class Scaled(nn.Module):
-    "A loss with a weight"
-    def __init__(self):
-        super().__init__()
-        self.scale = nn.Parameter(torch.ones(1))
-    def forward(self, pred, y): return nn.functional.cross_entropy(pred*self.scale, y)
-
-
 class NoiseBeside(Callback):
     "Noise on the loss's weight and on a weight of its own, which the optimizer trains"
     def __init__(self): self.own = nn.Parameter(torch.ones(1))
@@ -103,7 +96,7 @@ class NoiseBeside(Callback):
 
 
 class WeightsBeside(Collect):
-    def before_validate(self): self.note(self.learn.loss_func.scale, self.learn.noise_beside.own)
+    def before_validate(self): self.note(*self.learn.loss_func.scale, self.learn.noise_beside.own)
 
 
 def test_weights_beside_the_model_that_drift(two, capfd):
