@@ -21,14 +21,14 @@ from .events import OurCallback
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state
-from .parts import all_cbs, place_dl
 from .resume import ResumeFit
 from .snapshot import (
-    apply, baseline, capture, loader_refs, persistent_refs, snapshot, unpack)
+    Changes, all_cbs, apply, place_dl, root_of, snapshot, unpack)
 from ..launch.session import Call
 from ..launch.training import (
     Progress, cbs_of_rank, is_rank0_only, open_run, until_interrupted, wants_no_lines, whereabouts)
 from ..output.replay import suppress_lines
+from ..payload.places import Places
 from ..shard.sharded import batch_items
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
@@ -41,7 +41,7 @@ from ..shard.sharded import batch_items
 #   open_run(run_id)    -> context manager in which rank 0 logs to the notebook's W&B run
 # of `snapshot`:
 #   snapshot, unpack    a learner to a `Payload` in the notebook, and back on a rank
-#   baseline, capture   note what a learner holds, and return what has changed since
+#   Changes             notes what a learner holds; `capture` returns what has changed since
 #   apply               puts that into the notebook's learner
 
 class NoteProgress(OurCallback):
@@ -147,21 +147,21 @@ class EndOfAll(OurCallback):
         if len(self.noted.fits) == 1: self.keep()
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #277f9590
-class Changes:
-    "Notes what a learner holds, and sends the notebook what has changed since. Only rank 0 does so"
+class Sender:
+    "Sends the notebook what a job has changed in a learner. Only rank 0 does so"
     def __init__(self, ctx, learn, cbs,
-        refs, # As of `capture`
-        **kwargs # As of `baseline`
+        edges, # Of the notebook's `Places`
+        dl=None # The loader of a validation
     ):
-        store_attr('ctx,learn,cbs,refs')
-        if ctx.rank == 0: self.base = baseline(learn, cbs, refs, **kwargs)
+        self.ctx = ctx
+        if ctx.rank: return
+        self.changes = Changes(learn, Places(root_of(learn, cbs, dl)).find(edges))
     def send(self, name,
         fit, # The `Fit`: with the state of its common random streams the notebook goes on
-        **kwargs # As of `capture`
+        **kwargs # As of `Changes.capture`
     ):
         if self.ctx.rank: return
-        rng = fit.common.state()
-        self.ctx.put(name, capture(self.learn, self.cbs, self.base, rng, self.refs, **kwargs))
+        self.ctx.put(name, self.changes.capture(fit.common.state(), **kwargs))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #14cdc997
 def call_fit(learn,
@@ -193,26 +193,24 @@ def _train(ctx, noted, learn,
 #     fit_args        arguments of `fit`, by name, without `cbs`
 #     keeps_epochs    False: nothing is sent before the end
 #     wandb_run       as of `notebook_run`
-#     resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
+#     resumed         `first_epoch` of `ResumeFit`; None: the fit begins anew
 
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank; return the `Progress` as a dict"
     ctx.reset_memory_peak()
     learn,cbs,call = unpack(obj, ctx.device)
-    refs = persistent_refs(learn, cbs)
     sent_cbs = all_cbs(learn, cbs)
-    changes = Changes(ctx, learn, cbs, refs, made=obj['made'],
-                      definitions=obj['definitions'])
+    changes = Sender(ctx, learn, cbs, obj['edges'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
     with (suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
-        keep = partial(changes.send, 'epoch', fit) if call['keeps_epochs'] else noop
+        keep = partial(changes.send, 'epoch', fit, ended=False) if call['keeps_epochs'] else noop
         ours = [noted, EndOfAll(noted, keep)]
-        if call['resumed']:
-            resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
+        if call['resumed'] is not None:
+            resume = ResumeFit(learn, sent_cbs, call['resumed'])
             ours.append(resume)
             # these are removed while a callback of rank 0 predicts alone: `before_fit` of `resume`
             # must not be called by that. `noted` and `EndOfAll` stay, and count it as an inner fit
@@ -222,8 +220,7 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
-    changes.send('cut' if interrupted else 'state', fit, grads=fit.same_model.has_unused_grads,
-                 ended=True)
+    changes.send('cut' if interrupted else 'state', fit, grads='all' if fit.same_model.has_unused_grads else 'zeros')
     report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 
@@ -264,7 +261,7 @@ def infer_job(ctx, obj):
     ctx.reset_memory_peak()
     learn,_,call = unpack(obj, ctx.device)
     dl = _sent_loader(learn, call, ctx.device)
-    changes = Changes(ctx, learn, (), loader_refs(learn, dl), definitions=obj['definitions'])
+    changes = Sender(ctx, learn, (), obj['edges'], None if isinstance(call['dl'], int) else dl)
     noted = NoteProgress(ctx)
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
@@ -275,7 +272,7 @@ def infer_job(ctx, obj):
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
-    changes.send('state', fit, weights=False, ended=True)
+    changes.send('state', fit, weights=False)
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4a1dcf25
@@ -311,12 +308,11 @@ class InferCall(Call):
         # one of the learner's loaders is sent as its index
         dl = next((i for i,o in enumerate(loaders) if o is self.dl), self.dl)
         with _without_dataset(dl, loaders if session.dls_factory else ()) as i:
-            return snapshot(self.learn, (), dict(dl=dl, dataset=i), session.model_factory,
-                            session.dls_factory, training=False, columns=session.columns,
-                            definitions=self.definitions)
-    def apply(self, meta, buffers):
-        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
-              definitions=self.definitions)
+            payload,self.places = snapshot(
+                self.learn, (), dict(dl=dl, dataset=i), session.model_factory, session.dls_factory,
+                training=False, dl=None if isinstance(dl, int) else dl, columns=session.columns)
+            return payload
+    def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b9e92599
 @patch

@@ -21,9 +21,6 @@ from .caller import CallerIsRank, as_rank
 from .engine import Job
 from .local import Local
 from ..payload.sending import dump_result, dump_with_patches
-from ..payload.held import Root
-from ..payload.pickling import Definitions
-from ..payload.state import own_memory
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
@@ -96,11 +93,8 @@ def _request(fn, args, kwargs,
 ):
     """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
     pickled"""
-    definitions = Definitions()     # the notebook's classes stay as they are
-    definitions.roots = [Root((args, kwargs, need))]
     request = dict(fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
-                   imports=imports, sends=sends, ranked=ranked, store=store,
-                   definitions=definitions)
+                   imports=imports, sends=sends, ranked=ranked, store=store)
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_with_patches(request, roots)
 
@@ -116,7 +110,6 @@ def call_job(
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
-    own_memory([o for o,_ in obj['definitions'].held])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
     name = getattr(obj['fn'], '__name__', 'the function')
     ctx.where = f'in {name}'

@@ -399,7 +399,8 @@ def _call_entry(channel, task):
     pickle.loads(task.surroundings).enter()
     fn = resolve_function(task.entry)
     if is_early: return fn(channel, task.config)
-    res = fn(channel, task.packed.meta, task.block.read(task.packed), task.config)
+    buffers = task.block.read(task.packed, notes_original=True)
+    res = fn(channel, task.packed.meta, buffers, task.config)
     channel.where = 'returning'
     channel.put('result', res)
     channel.send('done')
