@@ -84,7 +84,7 @@ def is_ours(v):
     module = v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__
     return str(module).startswith('fastddp.')
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #8d5f4d6b
+# %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
 # The dict of a snapshot:
 #
 #     learn, cbs, call    the arguments of `snapshot`
@@ -92,8 +92,10 @@ def is_ours(v):
 #     edges               the table of places
 #     rng, patches, settings      random streams and what cells set; `dump_snapshot` adds them
 def root_of(learn, cbs, dl=None):
-    "Return the object with which the graph of a learner begins"
-    return [learn, [*cbs], dl]
+    """Return the object with which the graph of a learner begins. Loaders are in it by themselves:
+    in a fit `dls` has sharded ones. Those that a factory makes in the workers aren't"""
+    dls = vars(learn).get('dls')
+    return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else []]
 
 def _model_for_factory(learn, training):
     "Return weights and optimizer of a learner, for `_new_model`"
@@ -240,7 +242,7 @@ def unpack(
     place(learn, device)
     return learn, obj['cbs'], obj['call']
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #d4e85fbe
+# %% ../../nbs/fastai2/721_snapshot.ipynb #7cb9a019
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
     def __init__(self, learn,
@@ -277,7 +279,7 @@ class Changes:
         tensors = {k:t.detach().cpu() for k,t in model_tensors(self.learn.model).items()}
         return dict(rescued=tensors)
 
-ROOT = 'learn','cbs','dl'       # how users call the items of `root_of`
+ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #620ec8b4
 def home_of(learn):
@@ -306,7 +308,7 @@ def _keep_weights(learn, tensors):
                          f"learn.model is as before. Its weights are in {path}, by name "
                          "(torch.load); recorder, callbacks and optimizer are those of the fit.")
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #4bbb8517
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f73e4c90
 class Twin(NamedTuple):
     "A copy of a learner, and of a call, with the places of the original and its own"
     learn:object
@@ -322,7 +324,7 @@ def twin(
     device='cpu' # Of the copy
 ):
     "Return a `Twin`. The datasets are shared, not copied."
-    root = [learn, call, None]
+    root = [*root_of(learn, ())[:1], call, None, [*learn.dls.loaders]]
     try:
         with _without_last_loop(learn, None):
             here = Places(root, left_out).walk()
@@ -331,6 +333,7 @@ def twin(
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
     place(copied[0], device)
+    copied[3] = [*copied[0].dls.loaders]
     return Twin(*copied[:2], here, Places(copied).find(here.edges))
 
 def copy_of(learn):
