@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, threading, time
+import datetime, errno, functools, inspect, io, itertools, math, os, pickle, socket, sys, threading, time
 import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -421,9 +421,20 @@ def average_(tensors):
 
 # %% ../../nbs/base/009_group.ipynb #d025435c
 def subgroup(ranks):
-    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
-    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
-    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
+    """Return a weak reference to a gloo group of some `ranks`, or None on the others. All ranks call
+    this; for a group of one, that rank alone"""
+    # torch's own limit would be 30 minutes
+    options = dict(timeout=datetime.timedelta(seconds=_NO_LIMIT), backend='gloo')
+    # Otherwise torch has ranks with a GPU that are no members split NCCL's communicator, and
+    # members don't, which hangs (pytorch#134314). torch before 2.1 can't do it, and doesn't split
+    is_local = 'use_local_synchronization' in inspect.signature(dist.new_group).parameters
+    if not is_local: members = dist.new_group(ranks, **options)
+    else:
+        # The name of each group comes from a count, which only members have raised then
+        world = dist.distributed_c10d._world
+        before,world.group_count = world.group_count,-1
+        try: members = dist.new_group(ranks, use_local_synchronization=True, **options)
+        finally: world.group_count = before
     # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
     # process that is forked then would crash when it collects the group as garbage
     return weakref.ref(members) if rank() in ranks else None
@@ -454,9 +465,8 @@ def group_of_one():
         return
     world = dist.GroupMember.WORLD
     if _of_one[0]() is not world or _of_one[1]() is None:
-        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
-        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
-        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
+        # gloo exchanges tensors on GPUs, too
+        _of_one = weakref.ref(world),subgroup([dist.get_rank()])
     dist.GroupMember.WORLD = _of_one[1]()
     try: yield
     finally: dist.GroupMember.WORLD = world

@@ -1,8 +1,9 @@
 """What is done for GPUs and can be tested without one."""
 import os
-import pytest, torch
+import pytest, torch, torch.distributed as dist
 from fastddp import doctor
-from fastddp.base import device, failure
+from fastddp.all import in_torchddp
+from fastddp.base import device, failure, group
 from fastddp.base.scoped import with_attrs
 from fastddp.fastai2 import check
 from fastddp.process.worker import Surroundings
@@ -78,6 +79,28 @@ def test_nccls_words_for_the_death_of_a_peer_are_an_echo(words):
     try: raise torch.distributed.DistBackendError(words)
     except torch.distributed.DistBackendError as e: noted = failure.failure_of(e, 1)
     assert failure.is_echo(noted)
+
+
+def groups_beside():
+    """Of each rank: whether it is in a group of rank 1 beside that of all, how often torch had it split NCCL's
+    communicator for that, and the sum over a group that all make afterwards"""
+    calls = []
+    class Split:
+        "In the place of NCCL's group, on ranks that are no members"
+        def perform_nocolor_split(self, device): calls.append(device)
+    with with_attrs(dist.distributed_c10d, _get_split_source=lambda pg: None if group.rank() else Split()):
+        dist.group.WORLD.bound_device_id = torch.device('cuda', 0)      # as `join` leaves it on a GPU
+        members = group.subgroup([1])
+        dist.group.WORLD.bound_device_id = None
+    if not group.rank():
+        with group.group_of_one(): pass
+    ones = torch.ones(1)
+    dist.all_reduce(ones, group=dist.new_group([0, 1]))
+    return group.all_gather_object([float(members is not None), float(len(calls)), float(ones)])
+
+
+def test_ranks_that_are_not_in_a_group_make_no_call_of_nccl_for_it():
+    assert in_torchddp(2, groups_beside) == [[0., 0., 2.], [1., 0., 2.]]
 
 
 def test_doctor_does_not_start_cuda_here(monkeypatch):
