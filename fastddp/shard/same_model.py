@@ -8,15 +8,50 @@ __all__ = []
 # %% ../../nbs/shard/311_same_model.ipynb #43155918
 import contextlib, warnings
 
-import torch
+import torch, torch.distributed as dist
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+
+# %% ../../nbs/shard/311_same_model.ipynb #3eedf25b
+class SyncBatchNorm(TorchSyncBatchNorm):
+    """torch's function with another forward pass. torch's leaves out the statistics of ranks
+    without rows, of which the host learns only from the GPU: it waits three times in each layer"""
+    @staticmethod
+    def forward(ctx, input, weight, bias, running_mean, running_var, eps, momentum, among, n):
+        formats = torch.channels_last,torch.channels_last_3d
+        if not any(input.is_contiguous(memory_format=o) for o in formats):
+            input = input.contiguous()
+        if weight is not None: weight = weight.contiguous()
+        n_channels = input.shape[1]
+        if input.numel():
+            mean,invstd = torch.batch_norm_stats(input, eps)
+            own = torch.cat([mean, invstd, mean.new_full((1,), input.numel()//n_channels)])
+        else: own = torch.zeros(2*n_channels+1, device=input.device)
+        if dist.get_backend(among) == 'gloo':
+            stats = [torch.empty_like(own) for _ in range(n)]
+            dist.all_gather(stats, own, among)
+            stats = torch.stack(stats)
+        else:
+            stats = own.new_empty(n*len(own))
+            dist.all_gather_into_tensor(stats, own, among)
+            stats = stats.view(n, -1)
+        means,invstds,counts = stats.split(n_channels, 1)
+        # zeros, of a rank without rows, would make NaNs; these are lost in rounding
+        counts = counts.clamp(min=1e-30).view(-1)
+        if running_mean is not None: counts = counts.to(running_mean.dtype)
+        mean,invstd = torch.batch_norm_gather_stats_with_counts(
+            input, means, invstds.clamp(min=1e-10), running_mean, running_var, momentum, eps,
+            counts)
+        ctx.save_for_backward(input, weight, mean, invstd, counts.to(torch.int32))
+        ctx.process_group = among
+        if not input.numel(): return torch.empty_like(input)
+        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
 
 # %% ../../nbs/shard/311_same_model.ipynb #3eedf25a
 _BN = nn.modules.batchnorm._BatchNorm
@@ -35,7 +70,7 @@ def _bn_of_tensors(model):
 def synced_bn(model):
     """Context manager in which batch norms of `model` that train use the statistics of all ranks;
     those in evaluation mode, such as frozen ones, don't. The modules stay as they are: what calls
-    `F.batch_norm` with their tensors calls the function of `nn.SyncBatchNorm`"""
+    `F.batch_norm` with their tensors calls `SyncBatchNorm`"""
     known = _bn_of_tensors(model)
     n = group.world_size()
     if n == 1 or not known:

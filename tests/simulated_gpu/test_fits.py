@@ -177,10 +177,10 @@ class Waits(Callback):
         self.at = now
 
 
+@pytest.mark.parametrize('norm', [nn.Identity, nn.BatchNorm2d], ids=str)
 @on_gpus()
-def test_a_step_waits_for_the_gpu_no_more_often_than_fastais():
-    "torch's own synchronized batch norm waits, so the model has none"
-    one, many = (learner(n_train=96, cbs=Waits()) for _ in range(2))
+def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm):
+    one, many = (learner(n_train=96, cbs=Waits(), model=convnet(norm)) for _ in range(2))
     one.fit(1)
     many.distrib_fit(1, gpus=[0, 1])
     plain, ours = one.waits.steps, many.waits.steps
