@@ -107,7 +107,8 @@ class Trace(Callback):
 
 def counted(name, fit):
     # gloo has the host wait when statistics of a batch norm are exchanged
-    learn = learner(partial(convnet, plain_norm) if 'gloo' in name else convnet, n=machine.size(8192, 128), cbs=[CountWaits(), Trace()])
+    make = partial(convnet, plain_norm) if 'gloo' in name else convnet
+    learn = learner(make, n=machine.size(8192, 128), cbs=[CountWaits(), Trace()])
     with learn.no_bar(), learn.no_logging(): fit(learn)
     return learn
 
