@@ -1950,6 +1950,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.launch.rank._free_memory': ('launch/rank.html#_free_memory', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._join_group': ('launch/rank.html#_join_group', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._print_options': ('launch/rank.html#_print_options', 'fastddp/launch/rank.py'),
+                                     'fastddp.launch.rank._switch': ('launch/rank.html#_switch', 'fastddp/launch/rank.py'),
+                                     'fastddp.launch.rank._value': ('launch/rank.html#_value', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank.call': ('launch/rank.html#call', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank.could_not_connect': ( 'launch/rank.html#could_not_connect',
                                                                                 'fastddp/launch/rank.py'),

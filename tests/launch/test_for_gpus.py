@@ -38,21 +38,30 @@ def test_a_binding_that_fails_fails_no_fit(numa):
         device.bind_near(gpu)
 
 
-def tf32(): return torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+def tf32():
+    "As torch says it, since 2.9 in another way"
+    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
+    if hasattr(cudnn, 'conv'): return matmul.fp32_precision, cudnn.conv.fp32_precision
+    return torch.get_float32_matmul_precision(), cudnn.allow_tf32
 
 
-def test_a_check_compares_without_tf32(monkeypatch):
+def old_way(precision): torch.set_float32_matmul_precision('high' if precision == 'tf32' else 'highest')
+def new_way(precision): torch.backends.cuda.matmul.fp32_precision = precision
+
+
+@pytest.mark.parametrize('way', [old_way, new_way])
+def test_a_check_compares_without_tf32(way, monkeypatch):
+    if way is new_way and not hasattr(torch.backends.cudnn, 'conv'): pytest.skip("torch's new way")
     seen, train = [], check._train_both
     def train_both(*args):
         seen.append(tf32())
         return train(*args)
     monkeypatch.setattr(check, '_train_both', train_both)
-    before = tf32()
-    torch.set_float32_matmul_precision('high')
-    try:
-        assert str(learner().distrib_check(steps=1, nprocs=2)) and tf32() == ('high', before[1])
-    finally: torch.set_float32_matmul_precision(before[0])
-    assert set(seen) == {('highest', False)}
+    way('tf32')
+    found = tf32()
+    try: assert str(learner().distrib_check(steps=1, nprocs=2)) and tf32() == found
+    finally: way('ieee')
+    assert seen and found not in seen and len({*seen}) == 1
 
 
 def test_the_environment_is_written_only_where_it_differs(monkeypatch):
