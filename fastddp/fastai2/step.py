@@ -384,6 +384,7 @@ def _new_batch(self:StepSync):
 def close(self:StepSync):
     "End the batch, also one that was left by an exception"
     self.passes.close()
+    self.overlapped.set_in_forward(False)
     if self.batch is not None: self.batch.end()
 
 @patch
@@ -404,9 +405,12 @@ def leave_event(self:StepSync, event_name):
 def before_batch(self:StepSync):
     self._new_batch()
     self.passes.open()
+    self.overlapped.set_in_forward(True)
 
 @patch
-def after_pred(self:StepSync): self.batch.has_pred = True
+def after_pred(self:StepSync):
+    self.batch.has_pred = True
+    self.overlapped.set_in_forward(False)
 
 @patch
 def after_loss(self:StepSync):

@@ -315,6 +315,12 @@ class Overlapped:
         self.built_for = None       # the `_config()` for which it was made
         self.graph_checked = False  # `_check_graph` has seen its first graph
         self.n_passes = 0           # that it ran
+    def set_in_forward(self, is_in_forward):
+        """Say whether the model's forward pass runs. Only in that of a DDP module torch.compile cuts
+        its graph at DDP's buckets; else the backward pass hands all gradients out at its end. (An
+        attribute of torch's that only torch.compile reads)"""
+        ddp = self.ddp if is_in_forward else None
+        nn.parallel.DistributedDataParallel._active_ddp_module = ddp
     def _unhidden_secs(self):
         "Return the mean seconds per pass of exchange during which no backward pass ran"
         # A private method of torch's, which raises before the first steps. Times in nanoseconds

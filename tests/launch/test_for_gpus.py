@@ -1,12 +1,15 @@
 """What is done for GPUs and can be tested without one."""
 import os
 import pytest, torch, torch.distributed as dist
+from fastai.callback.core import Callback
+from torch import nn
 from fastddp import doctor
 from fastddp.all import in_torchddp
 from fastddp.base import device, failure, group
 from fastddp.base.scoped import with_attrs
 from fastddp.fastai2 import check
 from fastddp.process.worker import Surroundings
+from fastddp.shard.gradients import graph_of
 from parity import learner
 
 
@@ -88,6 +91,24 @@ def test_nccls_words_for_the_death_of_a_peer_are_an_echo(words):
     try: raise torch.distributed.DistBackendError(words)
     except torch.distributed.DistBackendError as e: noted = failure.failure_of(e, 1)
     assert failure.is_echo(noted)
+
+
+class Parts(Callback):
+    "Into how many parts torch.compile has cut the backward pass"
+    run_valid = False
+    def after_loss(self):
+        nodes = [node.name() for node in graph_of(self.learn.loss_grad)]
+        self.n = sum('CompiledFunction' in o for o in nodes)
+
+
+@pytest.mark.full
+def test_the_backward_pass_of_a_compiled_model_is_cut_at_ddps_buckets():
+    "so that gradients are averaged while the pass runs"
+    layers = [nn.Sequential(nn.Linear(600, 600), nn.ReLU()) for _ in range(3)]
+    model = torch.compile(nn.Sequential(nn.Linear(4, 600), *layers, nn.Linear(600, 3)), backend='aot_eager')
+    learn = learner(train=8, model=model, cbs=Parts())
+    learn.distrib_fit(1, nprocs=2, bucket_cap_mb=1)
+    assert learn.parts.n > 2
 
 
 def groups_beside():
