@@ -55,6 +55,16 @@ _MEMORY = [
         "The GPU of this rank is full: lower the batch size, or free what other processes hold "
         "(nvidia-smi shows them).",
         lambda k,m: k == 'OutOfMemoryError' or 'CUDA out of memory' in m),
+    Trouble('an assertion on the GPU',
+        "An index is out of range on the GPU, most often a label: the labels must be from 0 to the "
+        "model's outputs - 1 (compare learn.dls.c, or n_out). CUDA tells it late. In a new kernel, "
+        "os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell makes the traceback end at "
+        "the line; gpus=[], nprocs=2 trains on the CPU, which names the index.",
+        lambda k,m: 'device-side assert' in m),
+    Trouble('a GPU for one process',
+        "The GPU takes one process only, and another one has it: perhaps the notebook, if a cell "
+        "has used it. `nvidia-smi -c DEFAULT`, as administrator, allows several.",
+        lambda k,m: 'busy or unavailable' in m),
     Trouble('out of memory',
         "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
         "DataLoader workers.",

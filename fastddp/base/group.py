@@ -164,7 +164,11 @@ def join(
         stay_on_host()
         store = dist.FileStore(os.fspath(store), world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
-    on_gpu = dict(device_id=device) if backend == native_backend() else {}
+    on_gpu = {}
+    if backend == native_backend():
+        on_gpu = dict(device_id=device)
+        # else NCCL's thread ends the process after an error of CUDA, before it is reported
+        os.environ.setdefault('TORCH_NCCL_RETHROW_CUDA_ERRORS', '0')
     # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
     # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
