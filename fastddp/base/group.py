@@ -402,9 +402,11 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flat = torch.cat([t.detach().reshape(-1) for t in ts])
+        flats = [t.detach().reshape(-1) for t in ts]
+        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
         sent = flat.to(comm_device())
         with until_released([sent]): change(sent)
+        if sent.data_ptr() == ts[0].data_ptr(): continue    # a single tensor, changed in place
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 

@@ -125,9 +125,11 @@ def average_sparse(p # A parameter without gradient, or with a sparse one, as of
     values = torch.cat(values).to(p.device)/group.world_size()
     p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False).coalesce()
 
-def has_values(grad):
-    "Return True if a gradient, which may be sparse, has a value other than 0"
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+def have_values(grads):
+    """Return True if one of these gradients, which may be sparse, has a value other than 0. The host
+    waits for a GPU once"""
+    found = [(o.coalesce().values() if o.is_sparse else o).any() for o in grads]
+    return bool(found) and bool(torch.stack([o.to(found[0].device) for o in found]).any())
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
 # How a batch averages gradients over ranks

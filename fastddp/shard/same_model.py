@@ -124,19 +124,24 @@ def first_of(names, most):
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
 def _checksum(p):
-    "Return the sum of all bits of a parameter, in words of 64, as a number"
+    "Return the sum of all bits of a parameter, in words of 64, as a scalar tensor"
     data = p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
     # a view as words must begin at a multiple of 8 bytes
     if data.storage_offset()%8: data = data.clone()
     n = len(data)//8*8
-    return (data[:n].view(torch.int64).sum()+data[n:].sum()).item()
+    return data[:n].view(torch.int64).sum()+data[n:].sum()
+
+def _checksums(params):
+    "Return the `_checksum` of each parameter as a list of numbers; the host waits for a GPU once"
+    sums = [_checksum(p) for p in params]
+    return torch.stack([o.to(sums[0].device) for o in sums]).tolist() if sums else []
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
 ): # `(names of the parameters that differed, the largest difference of an element)`
     "Give all ranks rank 0's values of the parameters that differ. A collective operation"
     named = [(name,p) for name,p in named if p.numel()]
-    checksums_of_ranks = group.all_gather_object([_checksum(p) for _,p in named])
+    checksums_of_ranks = group.all_gather_object(_checksums([p for _,p in named]))
     differ = [pair for pair,*checksums in zip(named, *checksums_of_ranks)
               if len({*checksums}) > 1]
     if not differ: return [],0.

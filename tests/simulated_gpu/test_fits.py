@@ -187,6 +187,28 @@ def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm):
     assert plain and ours and max(ours) <= max(plain), (plain, ours)
 
 
+class WaitsAtTheEnd(Callback):
+    "How often the host waits for the device from the last step of an epoch on, until the validation"
+    order, run_valid = 3_000_000, False
+    def after_batch(self):
+        import simulated_gpu.device as device
+        self.at = device.waits()
+    def after_train(self):
+        import simulated_gpu.device as device
+        self.n = device.waits()-self.at
+
+
+@on_gpus()
+def test_at_the_end_of_an_epoch_the_host_waits_no_more_often_for_a_larger_model():
+    found = []
+    for n in 1, 6:
+        model = nn.Sequential(nn.Flatten(), *[nn.Linear(36, 36) for _ in range(n)], nn.Linear(36, 5))
+        learn = learner(n_train=24, model=model, cbs=WaitsAtTheEnd())
+        learn.distrib_fit(1, gpus=[0, 1])
+        found.append(learn.waits_at_the_end.n)
+    assert found[0] == found[1], found
+
+
 # What isn't a fit
 
 @pytest.mark.full
