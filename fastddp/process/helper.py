@@ -310,7 +310,9 @@ def _serve_forks(sock):
             _report_ended(status_pipes)
         if not (status_pipes or sock in sources): os._exit(0)
         if sock not in ready: continue
-        request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
+        # the notebook may close its end without having read that this helper is ready
+        try: request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
+        except ConnectionResetError: request = b''
         if request: _answer(request, fds, [sock.fileno(), woken, wake], status_pipes)
         else:       # the notebook's end is closed
             if not status_pipes: os._exit(0)
@@ -352,7 +354,8 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    if libraries: sock.send(b'ready')
+    if libraries:
+        with suppress(BrokenPipeError): sock.send(b'ready')
     _serve_forks(sock)
 
 def run_spawned(
