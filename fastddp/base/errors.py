@@ -276,6 +276,10 @@ def folded(
     return res
 
 # %% ../../nbs/base/002_errors.ipynb #21a5d073
+# Begins the line that `fastai2.jobs` notes in an exception for lack of a GPU's memory
+MEMORY_NOTE = "What takes the GPU's memory: "
+_MEMORY_NOTED = re.compile(rf'^{MEMORY_NOTE}.*\n?', re.M)
+
 class RankRaised(WorkerError):
     """A rank raised an exception: `failure` is its record, `__cause__` the original if picklable.
     `like` returns one that is of the original's class, too"""
@@ -286,6 +290,7 @@ class RankRaised(WorkerError):
         self.failure = failure
         self.rank = failure.rank
         self.remedy = remedy_for(failure.kind, failure.message)
+        if noted := _MEMORY_NOTED.search(failure.text): self.remedy += f" {noted[0].strip()}"
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
                       "err.batch_items.")
@@ -331,7 +336,7 @@ class RankRaised(WorkerError):
         if items:
             more = ', ...' if len(items) > 8 else ''
             res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
-        res += _headed(f"Traceback of rank {self.rank}:", folded(f.text))
+        res += _headed(f"Traceback of rank {self.rank}:", folded(_MEMORY_NOTED.sub('', f.text)))
         return res + self._log_lines()
 
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"
