@@ -193,6 +193,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                     'fastddp.base.group._wait_for_all': ('base/group.html#_wait_for_all', 'fastddp/base/group.py'),
                                     'fastddp.base.group.abort': ('base/group.html#abort', 'fastddp/base/group.py'),
                                     'fastddp.base.group.all_gather_object': ('base/group.html#all_gather_object', 'fastddp/base/group.py'),
+                                    'fastddp.base.group.all_gather_stacked': ( 'base/group.html#all_gather_stacked',
+                                                                               'fastddp/base/group.py'),
                                     'fastddp.base.group.all_gather_tensors': ( 'base/group.html#all_gather_tensors',
                                                                                'fastddp/base/group.py'),
                                     'fastddp.base.group.all_sum': ('base/group.html#all_sum', 'fastddp/base/group.py'),

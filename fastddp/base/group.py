@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, inspect, io, itertools, math, os, pickle, socket, sys, threading, time
-import weakref
+import datetime, errno, functools, inspect, io, itertools, math, os, pickle, socket, sys, threading
+import time, weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
@@ -293,6 +293,13 @@ def barrier():
     "Wait for all ranks"
     all_sum([0])
 
+def all_gather_stacked(t):
+    "Return the `t` of every rank, stacked, on its device; on an accelerator the host doesn't wait"
+    if backend() == 'gloo': return torch.stack(_all_gather(t))
+    out = t.new_empty(world_size(), *t.shape)
+    dist.all_gather_into_tensor(out, t)
+    return out
+
 # %% ../../nbs/base/009_group.ipynb #8d3c4944
 def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
@@ -427,8 +434,8 @@ def average_(tensors):
 
 # %% ../../nbs/base/009_group.ipynb #d025435c
 def subgroup(ranks):
-    """Return a weak reference to a gloo group of some `ranks`, or None on the others. All ranks call
-    this; for a group of one, that rank alone"""
+    """Return a weak reference to a gloo group of some `ranks`, or None on the others. All ranks
+    call this; for a group of one, that rank alone"""
     # torch's own limit would be 30 minutes
     options = dict(timeout=datetime.timedelta(seconds=_NO_LIMIT), backend='gloo')
     # Otherwise torch has ranks with a GPU that are no members split NCCL's communicator, and

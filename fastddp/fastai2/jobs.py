@@ -212,8 +212,8 @@ def _less_per_item(learn, step):
     less = []
     if bs > 1:
         accumulates = has_kind(learn.cbs, 'GradientAccumulation')
-        same = '' if accumulates else f" with cbs=GradientAccumulation({step.total}), the same steps"
-        less.append(f"learn.dls.train.bs = {bs//2}{same}")
+        same = f" with cbs=GradientAccumulation({step.total}), the same steps"
+        less.append(f"learn.dls.train.bs = {bs//2}{'' if accumulates else same}")
     if not has_kind(learn.cbs, 'MixedPrecision'): less.append("learn.to_bf16()")
     # of transformers' and of timm's models
     calls = dict(

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/shard/311_same_model.ipynb #43155918
 import contextlib, warnings
 
-import torch, torch.distributed as dist
+import torch
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
@@ -23,7 +23,8 @@ class SyncBatchNorm(TorchSyncBatchNorm):
     """torch's function with another forward pass. torch's leaves out the statistics of ranks
     without rows, of which the host learns only from the GPU: it waits three times in each layer"""
     @staticmethod
-    def forward(ctx, input, weight, bias, running_mean, running_var, eps, momentum, among, n):
+    def forward(ctx, input, weight, bias, running_mean, running_var, eps, momentum,
+                process_group, n):
         formats = torch.channels_last,torch.channels_last_3d
         if not any(input.is_contiguous(memory_format=o) for o in formats):
             input = input.contiguous()
@@ -33,15 +34,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             mean,invstd = torch.batch_norm_stats(input, eps)
             own = torch.cat([mean, invstd, mean.new_full((1,), input.numel()//n_channels)])
         else: own = torch.zeros(2*n_channels+1, device=input.device)
-        if dist.get_backend(among) == 'gloo':
-            stats = [torch.empty_like(own) for _ in range(n)]
-            dist.all_gather(stats, own, among)
-            stats = torch.stack(stats)
-        else:
-            stats = own.new_empty(n*len(own))
-            dist.all_gather_into_tensor(stats, own, among)
-            stats = stats.view(n, -1)
-        means,invstds,counts = stats.split(n_channels, 1)
+        means,invstds,counts = group.all_gather_stacked(own).split(n_channels, 1)
         # zeros, of a rank without rows, would make NaNs; these are lost in rounding
         counts = counts.clamp(min=1e-30).view(-1)
         if running_mean is not None: counts = counts.to(running_mean.dtype)
@@ -49,7 +42,7 @@ class SyncBatchNorm(TorchSyncBatchNorm):
             input, means, invstds.clamp(min=1e-10), running_mean, running_var, momentum, eps,
             counts)
         ctx.save_for_backward(input, weight, mean, invstd, counts.to(torch.int32))
-        ctx.process_group = among
+        ctx.process_group = process_group
         if not input.numel(): return torch.empty_like(input)
         return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
 

@@ -69,7 +69,8 @@ def test_the_next_call_finds_it_imported(module):
 
 def test_a_library_that_looks_for_gpus_at_its_import_finds_the_notebooks(module, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
-    lib = module('lib_of_gpus', more='__saw__ = os.environ.get("CUDA_VISIBLE_DEVICES")\ndef saw(): return __saw__, here()')
+    saw = '__saw__ = os.environ.get("CUDA_VISIBLE_DEVICES")'
+    lib = module('lib_of_gpus', more=f'{saw}\ndef saw(): return __saw__, here()')
     assert imported_by_workers(lib.saw) == ('0,1', True)
     wait_for_next()
     assert imported_by_workers(lib.saw) == ('0,1', False)

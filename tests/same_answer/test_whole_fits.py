@@ -340,7 +340,8 @@ class Notes(Callback):
     def before_fit(self): self.numbers = str(np.full(1, 1/3))
     def after_fit(self):
         own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
-               torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled(), torch.get_default_dtype() == torch.float64]
+               torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled(),
+               torch.get_default_dtype() == torch.float64]
         self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
