@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, threading, time
-import weakref
+import datetime, errno, functools, inspect, io, itertools, math, os, pickle, socket, sys, threading
+import time, weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
@@ -164,7 +164,11 @@ def join(
         stay_on_host()
         store = dist.FileStore(os.fspath(store), world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
-    on_gpu = dict(device_id=device) if backend == native_backend() else {}
+    on_gpu = {}
+    if backend == native_backend():
+        on_gpu = dict(device_id=device)
+        # else NCCL's thread ends the process after an error of CUDA, before it is reported
+        os.environ.setdefault('TORCH_NCCL_RETHROW_CUDA_ERRORS', '0')
     # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
     # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
@@ -289,6 +293,13 @@ def barrier():
     "Wait for all ranks"
     all_sum([0])
 
+def all_gather_stacked(t):
+    "Return the `t` of every rank, stacked, on its device; on an accelerator the host doesn't wait"
+    if backend() == 'gloo': return torch.stack(_all_gather(t))
+    out = t.new_empty(world_size(), *t.shape)
+    dist.all_gather_into_tensor(out, t)
+    return out
+
 # %% ../../nbs/base/009_group.ipynb #8d3c4944
 def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
@@ -398,9 +409,11 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flat = torch.cat([t.detach().reshape(-1) for t in ts])
+        flats = [t.detach().reshape(-1) for t in ts]
+        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
         sent = flat.to(comm_device())
         with until_released([sent]): change(sent)
+        if sent.data_ptr() == ts[0].data_ptr(): continue    # a single tensor, changed in place
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
@@ -421,9 +434,20 @@ def average_(tensors):
 
 # %% ../../nbs/base/009_group.ipynb #d025435c
 def subgroup(ranks):
-    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
-    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
-    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
+    """Return a weak reference to a gloo group of some `ranks`, or None on the others. All ranks
+    call this; for a group of one, that rank alone"""
+    # torch's own limit would be 30 minutes
+    options = dict(timeout=datetime.timedelta(seconds=_NO_LIMIT), backend='gloo')
+    # Otherwise torch has ranks with a GPU that are no members split NCCL's communicator, and
+    # members don't, which hangs (pytorch#134314). torch before 2.1 can't do it, and doesn't split
+    is_local = 'use_local_synchronization' in inspect.signature(dist.new_group).parameters
+    if not is_local: members = dist.new_group(ranks, **options)
+    else:
+        # The name of each group comes from a count, which only members have raised then
+        world = dist.distributed_c10d._world
+        before,world.group_count = world.group_count,-1
+        try: members = dist.new_group(ranks, use_local_synchronization=True, **options)
+        finally: world.group_count = before
     # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
     # process that is forked then would crash when it collects the group as garbage
     return weakref.ref(members) if rank() in ranks else None
@@ -454,9 +478,8 @@ def group_of_one():
         return
     world = dist.GroupMember.WORLD
     if _of_one[0]() is not world or _of_one[1]() is None:
-        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
-        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
-        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
+        # gloo exchanges tensors on GPUs, too
+        _of_one = weakref.ref(world),subgroup([dist.get_rank()])
     dist.GroupMember.WORLD = _of_one[1]()
     try: yield
     finally: dist.GroupMember.WORLD = world

@@ -6,15 +6,19 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #bd6f0e52
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop, patch, store_attr
 
+from ..base import group
+from ..base.device import OutOfMemory, device_module
+from ..base.errors import MEMORY_NOTE
 from ..base.failure import item_name
 from .clock import resource_use
 from .events import OurCallback
@@ -24,12 +28,14 @@ from .loaders import dl_state, set_dl_state
 from .resume import ResumeFit
 from .snapshot import (
     Changes, all_cbs, apply, place_dl, root_of, snapshot, unpack)
+from .step import step_of
 from ..launch.session import Call
-from ..launch.training import (
-    Progress, cbs_of_rank, is_rank0_only, open_run, until_interrupted, wants_no_lines, whereabouts)
+from fastddp.launch.training import (
+    Progress, cbs_of_rank, has_kind, is_rank0_only, open_run, until_interrupted, wants_no_lines,
+    whereabouts)
 from ..output.replay import suppress_lines
 from ..payload.places import Places
-from ..shard.sharded import batch_items
+from ..shard.sharded import batch_items, original
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
 # Used here, of `launch.training`:
@@ -175,13 +181,61 @@ def call_fit(learn,
     kwargs = dict(cbs=of_rank) if of_rank else {}
     with learn.added_cbs(ours): type(learn).fit(learn, **kwargs, **fit_args)
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #4be41a02
+def _nbytes(tensors): return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+def memory_advice(
+    learn, # In a batch, on a rank with a GPU
+    peak # The most bytes that were used on the GPU
+):
+    "Return `MEMORY_NOTE` and what takes a GPU's memory and what would take less, as one line"
+    model,opt,n = learn.model,learn.opt,group.world_size()
+    weights = _nbytes([*model.parameters(), *model.buffers()])
+    grads = _nbytes(p for p in model.parameters() if p.requires_grad)
+    state = _nbytes(v for st in getattr(opt, 'opt', opt).state.values() for v in st.values())
+    step = step_of(learn)
+    batch = max(peak-weights-grads-state-(n > 1)*grads, 0)
+    parts = dict(weights=weights, gradients=grads, optimizer=state)
+    if n > 1: parts["DDP's buckets"] = grads
+    parts[f"activations of {step.n_fed} items"] = batch
+    taken = ', '.join(f"{k} {v/2**20:,.0f} MB" for k,v in parts.items())
+    less = _less_per_item(learn, step)
+    if opt.frozen_idx == 0 and len(opt.param_lists) > 1:
+        # first what takes more now
+        less.insert(len(less) if batch > weights+state else 0,
+                    "learn.freeze(): trains the last layers only")
+    return f"{MEMORY_NOTE}{taken}. Less takes: {'; '.join(less)}."
+
+def _less_per_item(learn, step):
+    "Return lines with which the items of a batch take less memory, as a list"
+    bs = getattr(original(learn.dls.loaders[0]), 'bs', 0) or 0
+    less = []
+    if bs > 1:
+        accumulates = has_kind(learn.cbs, 'GradientAccumulation')
+        same = f" with cbs=GradientAccumulation({step.total}), the same steps"
+        less.append(f"learn.dls.train.bs = {bs//2}{'' if accumulates else same}")
+    if not has_kind(learn.cbs, 'MixedPrecision'): less.append("learn.to_bf16()")
+    # of transformers' and of timm's models
+    calls = dict(
+        gradient_checkpointing_enable="(gradient_checkpointing_kwargs=dict(use_reentrant=False))",
+        set_grad_checkpointing="()")
+    found = [(name,k) for name,m in learn.model.named_modules() for k in calls if hasattr(m, k)]
+    for name,k in found[:1]:
+        owner = f"learn.model.{name}" if name else "learn.model"
+        less.append(f"{owner}.{k}{calls[k]}: computes activations again in the backward pass")
+    return less
+
 # %% ../../nbs/fastai2/726_jobs.ipynb #75c6fcfe
 def _train(ctx, noted, learn,
     fit # Called without arguments
 ):
-    "Call `fit()`. If it fails, note the place and the items for the report"
+    "Call `fit()`. If it fails, note the place, the items and `memory_advice` for the report"
     try: fit()
-    except (Exception,SystemExit):
+    except (Exception,SystemExit) as e:
+        # (notes: not before Python 3.11.) The user's error is worth more than advice that fails
+        with suppress(Exception):
+            if isinstance(e, OutOfMemory):
+                e.add_note(memory_advice(learn, device_module().max_memory_allocated()))
         ctx.where = noted.where()
         ctx.items = noted.items(learn)
         raise

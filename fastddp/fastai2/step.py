@@ -105,11 +105,11 @@ def _find_part(self:GlobalLoss, n_items): # That count of this rank's
 @patch
 def sum_on_device(self:GlobalLoss, value, divisor):
     "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
-    sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-    sums[0] = value
-    sums[1] = divisor
+    # a number is filled in there; to copy it, the host would wait
+    sums = torch.stack([o if isinstance(o, torch.Tensor) else torch.full((), o, device=self.device)
+                        for o in (value, divisor)])
     group.sum_(sums)
-    return sums.float()
+    return sums
 
 @patch
 def combine(self:GlobalLoss, result): # The `Votes` with the `numbers` of all ranks
@@ -162,7 +162,7 @@ def _scaled_on_device(self:GlobalLoss, loss, first):
     any_counts = self.part.divisor > 0
     for t in tensors_in(self.learn.pred) if first and self._has_class_weights() else ():
         if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-    return torch.where(any_counts, loss, 0.)*self.scale
+    return torch.where(any_counts, loss, self.part.divisor)*self.scale
 
 # %% ../../nbs/fastai2/714_step.ipynb #66f2d328
 class LossCall:
@@ -267,7 +267,7 @@ class Batch:
         self.call = LossCall(learn, losses, together)
         self.loss = GlobalLoss(learn, self.call)
         self.loss_node = None   # of the graph: what the loss function returned
-        self.params = None      # the trained parameters, once `StepSync.params` is called
+        self.params = None      # what `StepSync.params` has returned in it
         self.how = None         # `how_to_average`; None until this rank makes a backward pass
         self.lacks_loss = False # True: a pass began before `learn.loss` was computed, on some rank
         self.has_pred = False   # True from the end of its forward pass on
@@ -325,6 +325,7 @@ class StepSync(OurCallback):
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
+        self.phase_params = None    # what `params` has returned last in this phase
         self.beside = ()            # parameters that are trained beside the model's, in this phase
         self.n_left_steps = 0       # batches that were left between backward pass and step
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
@@ -350,10 +351,14 @@ def trained_beside(learn):
 
 @patch
 def params(self:StepSync):
-    "Return the parameters that are trained; the model is asked once per batch"
-    if self.batch.params is None:
-        self.batch.params = [*self.learn.model.parameters(), *self.beside]
-    return self.batch.params
+    """Return the parameters that are trained. The model is asked once in a phase, or once in each
+    batch if user code runs in them, which may change it"""
+    batch = self.batch
+    if batch.params is None:
+        if self.phase_params is None or self.together.own_events:
+            self.phase_params = [*self.learn.model.parameters(), *self.beside]
+        batch.params = self.phase_params
+    return batch.params
 
 @patch
 def start_train(self:StepSync):
@@ -365,6 +370,7 @@ def start_train(self:StepSync):
                              "one process.")
     self._new_batch()
     self.beside = trained_beside(self.learn)
+    self.phase_params = None
     if self.uses_ddp(): self.overlapped.prepare()
 
 @patch
@@ -384,6 +390,7 @@ def _new_batch(self:StepSync):
 def close(self:StepSync):
     "End the batch, also one that was left by an exception"
     self.passes.close()
+    self.overlapped.set_in_forward(False)
     if self.batch is not None: self.batch.end()
 
 @patch
@@ -404,9 +411,12 @@ def leave_event(self:StepSync, event_name):
 def before_batch(self:StepSync):
     self._new_batch()
     self.passes.open()
+    self.overlapped.set_in_forward(True)
 
 @patch
-def after_pred(self:StepSync): self.batch.has_pred = True
+def after_pred(self:StepSync):
+    self.batch.has_pred = True
+    self.overlapped.set_in_forward(False)
 
 @patch
 def after_loss(self:StepSync):

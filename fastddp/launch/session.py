@@ -321,7 +321,8 @@ def print_banner(self:Session):
     "Print the line that says what runs, if it has changed, and notes about the model"
     sizes = self.global_batch()
     if sizes is None: return
-    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
+    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description,
+                       backend=getattr(self.launcher, 'backend', None))
     if line != self.last_banner: print_line(line)
     self.last_banner = line
     syncs_on_cpu = self.options['sync_bn'] and not self.gpus
