@@ -23,7 +23,7 @@ from .learner_job import start_job
 from .loaders import with_loaders
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
-    checkpoint_writer, claimed_file, resume_points)
+    checkpoint_writer, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
@@ -47,6 +47,7 @@ from ..shard.gradients import DDP_CHECKS
 #                       the same file
 #   Session             its `fit` and `validate` send calls to the workers; `on_epoch` functions are
 #                       called in the notebook when an epoch's state has arrived
+#   load_weights        for `learn.distrib_load`
 #   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
 #   start_job           starts a `LearnerJob` of the call and returns it, while that goes on
 #
@@ -176,7 +177,8 @@ def distrib_resume(self:Learner,
     epoch.
 
     With `file`, in a new kernel, make the learner as before: a checkpoint of another model, data or
-    optimizer is refused. Its pickles are loaded, so open files of your own only.
+    optimizer is refused, and so is a damaged one. Its pickles are loaded, which can run any code:
+    open only files of people whom you would let run cells. `distrib_load` loads no pickle.
 
     Returns what that call returns. The learner is then as after a fit without interruption.
 
@@ -192,6 +194,15 @@ def distrib_resume(self:Learner,
         call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
+
+@patch
+def distrib_load(self:Learner,
+    file='distrib' # A checkpoint, as for `distrib_resume`
+):
+    """Put the weights of a checkpoint into the model, and nothing else. No code of the file runs.
+    Returns the learner, as `learn.load`. Raises `CantDistribute` for another model's file."""
+    load_weights(self, file)
+    return self
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is

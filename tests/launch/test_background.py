@@ -497,7 +497,7 @@ def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch
         if len(tries) == 1: raise OSError('disk full')
     monkeypatch.setattr(resume.time, 'monotonic', lambda: now[0])
     monkeypatch.setattr(resume, 'write_checkpoint', full)
-    monkeypatch.setattr(resume, 'dump_call', lambda fit_call: None)
+    for name in 'dump_call', 'weights_in': monkeypatch.setattr(resume, name, lambda *_: None)
     write = resume.checkpoint_writer('10min')
     fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False)
     with pytest.warns(UserWarning, match='disk full'):
@@ -676,7 +676,7 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
     path, evil = resume.checkpoint_path(learn), pickle.dumps(Evil(done))
     if where == 'instead of the file':
         path.write_bytes(evil)
-        with pytest.raises(CantDistribute, match='or no checkpoint of fastddp'): learn.distrib_resume('distrib')
+        with pytest.raises(CantDistribute, match='no checkpoint of fastddp'): learn.distrib_resume('distrib')
     elif where == 'of another model':
         resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
