@@ -3384,6 +3384,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastddp/process/workers.py'),
                                          'fastddp.process.workers.Heartbeats.clear': ( 'process/workers.html#heartbeats.clear',
                                                                                        'fastddp/process/workers.py'),
+                                         'fastddp.process.workers.Heartbeats.close': ( 'process/workers.html#heartbeats.close',
+                                                                                       'fastddp/process/workers.py'),
                                          'fastddp.process.workers.Heartbeats.read': ( 'process/workers.html#heartbeats.read',
                                                                                       'fastddp/process/workers.py'),
                                          'fastddp.process.workers.Heartbeats.write': ( 'process/workers.html#heartbeats.write',

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, threading, time
+import datetime, errno, functools, gc, io, itertools, math, os, pickle, socket, sys, threading, time
 import weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
@@ -101,7 +101,14 @@ def init_group(store, rank, world_size, backend, **options):
     # a call that failed
     world = getattr(dist.distributed_c10d, '_world', None)
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
+    # its functions have the group that exists when it is imported as a default, and so for good
+    import torch.distributed.nn
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    # torch's prints '[rank0]' before each line, and calls the hook before it: one is enough, and
+    # none in a notebook
+    if not under_launcher() or hook.__module__ == dist.distributed_c10d.__name__:
+        sys.excepthook = hook
 
 # %% ../../nbs/base/009_group.ipynb #274fe74e
 def _wait_for_all(store, rank, world_size, what):
@@ -241,7 +248,10 @@ def leave(
     # torch before 2.15 holds Python's lock while it waits for gloo's threads to end, one of which
     # may need the lock to free the last tensor: it gets some time for that, after a failure more.
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
+    group = weakref.ref(key())
     dist.destroy_process_group()
+    # DDP, which refers to itself, has it still; it listens until it is freed
+    if group(): gc.collect()
 
 # %% ../../nbs/base/009_group.ipynb #6e03f5b8
 _is_fork_of_rank = False    # set in each process that this one forks
