@@ -15,10 +15,11 @@ from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, 
 from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
-from ..base.scoped import delay_interrupts, environment, in_main_thread
+from ..base.scoped import StopButton, delay_interrupts, environment, in_main_thread
 from .background import BackgroundJob
 from .caller import CallerIsRank, as_rank
 from .engine import Job
+from .held_gpus import running_jobs
 from .local import Local
 from ..payload.sending import dump_result, dump_with_patches
 from ..payload.held import Root
@@ -227,18 +228,30 @@ def ranch(
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:
     """Processes that `spawn(join=False)` has started. After `join`, `result` is the list of results
-    by rank"""
+    by rank; `stop` ends them"""
+    learn,gpus = None,()        # as of a `BackgroundJob`
     def __init__(self,
+        what, # The call, in words
         run # Runs the processes and returns their results; called in a thread
     ):
+        self.what = what
         self.result = None
         self.error = None       # the exception of `run`, which `join` raises
+        self._button = StopButton()
         self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn',
                                         daemon=True)
+        running_jobs.append(self)
         self._thread.start()
     def _keep(self, run):
-        try: self.result = run()
+        try:
+            with self._button.in_thread(): self.result = run()
         except BaseException as e: self.error = e
+        finally: running_jobs.remove(self)
+    def title(self): return self.what
+    def __repr__(self): return self.what
+    def stop(self):
+        "Interrupt the processes, whose `join` then raises KeyboardInterrupt; a second call kills them"
+        self._button.press()
     def join(self,
         timeout=None # Seconds to wait; None: no limit
     ):
@@ -270,7 +283,7 @@ def spawn(
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
         with short_traceback(): return _run(job, nprocs, 'all')
-    return run() if join else Spawned(run)
+    return run() if join else Spawned(f"spawn({getattr(fn, '__name__', 'fn')}, nprocs={nprocs})", run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
 _GROUP_CHECKS = dict(

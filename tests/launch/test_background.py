@@ -8,11 +8,13 @@ from fastai.callback.training import GradientClip
 from fastai.learner import AvgMetric
 from fastai.metrics import accuracy
 from torch import nn
+import fastddp
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner_job, resume
 from fastddp.launch import background, held_gpus, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
+from fastddp.ranch import spawn
 from parity import learner, mlp, seed, values, warm
 from spread import long_but
 from test_interrupt import wait_for
@@ -442,6 +444,24 @@ def test_ranch():
     job = ranch(2, os.getpid, caller_rank=None, wait=False)
     assert len({*job.result(60), os.getpid()}) == 3
     with pytest.raises(CantDistribute, match='caller_rank=None'): ranch(2, os.getpid, wait=False)
+
+
+def test_a_job_whose_variable_is_lost(two):
+    "Also one that waits for another, and what `spawn` has begun"
+    learn = learner(cbs=[Slow()])
+    job = learn.distrib_fit(500, wait=False, **two)
+    job.then(learner().distrib_fit, 500, **two)
+    spawned = spawn(sleeps, nprocs=2, join=False)
+    trains, waits, sleeping = map(repr, fastddp.jobs())
+    assert trains.endswith('fit(500), running') and 'waiting for job' in waits and 'spawn(sleeps' in sleeping
+    first_epoch(job)
+    for o in fastddp.jobs()[::-1]: o.stop()
+    until(lambda: not fastddp.jobs())
+    with pytest.raises(KeyboardInterrupt): spawned.join(60)
+    assert job.state == 'stopped' and job.result() is None
+
+
+def sleeps(rank): time.sleep(600)
 
 
 class Cut(Callback):
