@@ -158,6 +158,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.base.failure.failure_of': ('base/failure.html#failure_of', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.first_failure': ('base/failure.html#first_failure', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.frames_in': ('base/failure.html#frames_in', 'fastddp/base/failure.py'),
+                                      'fastddp.base.failure.has_secret': ('base/failure.html#has_secret', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.in_words': ('base/failure.html#in_words', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.is_echo': ('base/failure.html#is_echo', 'fastddp/base/failure.py'),
                                       'fastddp.base.failure.is_timeout': ('base/failure.html#is_timeout', 'fastddp/base/failure.py'),

@@ -103,6 +103,10 @@ def _without_secrets(text):
     for pattern,by in _SECRETS: text = pattern.sub(by, text)
     return text
 
+def has_secret(name, text):
+    "Return True if a text, or a part of it, would be hidden in a variable with this name"
+    return _hidden(name, text) is not text or _without_secrets(text) != text
+
 class _Shown(str):
     "A text that is shown without quotes"
     def __repr__(self): return str(self)

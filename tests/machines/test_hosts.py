@@ -90,6 +90,18 @@ def at_the_board(ctx, _):
     return [*b.on_host], b.between_hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
 
 
+def secrets_here(): return {k: os.environ.get(k) for k in ('MY_API_KEY', 'DB', 'HF_TOKEN')}
+
+
+def test_secrets_stay_in_the_notebook(hosts, monkeypatch):
+    "Apart from those that are named"
+    for k, v in dict(MY_API_KEY='a', DB='postgres://me:b@host', HF_TOKEN='c').items(): monkeypatch.setenv(k, v)
+    for m in hosts.machines: monkeypatch.setattr(m, 'secrets', ['HF_TOKEN'])
+    def seen(ctx, obj): return secrets_here()
+    found = hosts.run(Job.of(seen, None), 4).results
+    assert found == [dict(MY_API_KEY=None, DB=None, HF_TOKEN='c')]*4
+
+
 def test_the_ranks_meet_over_one_page_per_host_and_one_exchange(hosts):
     ranks = hosts.run(Job.of(at_the_board, None), 4).results
     assert [here for here, *_ in ranks] == [[0, 1]]*2 + [[2, 3]]*2
