@@ -1004,6 +1004,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                              'fastddp/fastai2/learner.py'),
                                          'fastddp.fastai2.learner._check_block': ( 'fastai2/learner.html#_check_block',
                                                                                    'fastddp/fastai2/learner.py'),
+                                         'fastddp.fastai2.learner._check_loader': ( 'fastai2/learner.html#_check_loader',
+                                                                                    'fastddp/fastai2/learner.py'),
                                          'fastddp.fastai2.learner._check_wait': ( 'fastai2/learner.html#_check_wait',
                                                                                   'fastddp/fastai2/learner.py'),
                                          'fastddp.fastai2.learner._overrides': ( 'fastai2/learner.html#_overrides',

@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.checks import check, check_all
+from ..base.checks import Check, bind_arguments, check, check_all, is_whole
 from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
@@ -152,6 +152,16 @@ warnings.filterwarnings('ignore', r'You are shadowing an attribute \(distrib')
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 _INFERS = 'validate','get_preds','tta'      # methods that train nothing
 
+def _check_loader(learn, name, args, kwargs):
+    "Raise `CantDistribute` for a loader that there isn't, as an argument of a method in `_INFERS`."
+    bound = bind_arguments(getattr(learn, name), args, kwargs)
+    n = len(getattr(learn.dls, 'loaders', ()))
+    valid = dict(ds_idx=Check(f"the position of a loader in learn.dls, which has {n}",
+                              lambda v: not n or is_whole(v, -n, n-1)),
+                 dl=Check("a DataLoader, such as learn.dls.test_dl(items)",
+                          lambda v: v is None or hasattr(v, '__iter__') and not isinstance(v, str)))
+    check_all(bound.arguments if bound else {}, valid)
+
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
@@ -162,6 +172,7 @@ def distrib(self:Learner,
     wait = options.pop('wait', True)
     offload = options.pop('offload', False)
     _check_wait(wait, offload)
+    if name in _INFERS: _check_loader(self, name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS, offload)
     with self._distrib_ctx(**options): return user_call.run(self)

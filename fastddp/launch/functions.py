@@ -21,6 +21,7 @@ from .caller import CallerIsRank, as_rank
 from .engine import Job
 from .held_gpus import running_jobs
 from .local import Local
+from ..output.replay import print_line
 from ..payload.sending import dump_result, dump_with_patches
 from ..payload.held import Root
 from ..payload.pickling import Definitions
@@ -207,6 +208,10 @@ def ranch(
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
     if is_rank: _check_no_group()
+    n = nprocs-is_rank
+    if n and 'FASTDDP_STORE' in os.environ:     # set by the outer one
+        print_line(f"A ranch inside of a ranch: each process that calls it starts {n} "
+                   f"{'worker' if n == 1 else 'workers'} of its own.")
     needed = _needed(need)
     bind_arguments(fn, args, kwargs)
     def run():
