@@ -1,5 +1,5 @@
 """Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
-import json, os, re, shutil, subprocess, sys, tempfile, threading, time
+import contextlib, json, os, re, shutil, subprocess, sys, tempfile, threading, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
@@ -286,6 +286,26 @@ def test_a_machine_dies(hosts, net, shared):
         killer.kill()
         killer.wait()
     assert gone(there, 10) == []
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+def test_a_machine_freezes(hosts, net, shared):
+    "As one that is suspended: nothing of it answers, and nothing ends. When it wakes up, its processes end"
+    hosts.place(4)
+    learn, agent = learner(train=4000, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
+    learn.distrib_fit(1, nprocs=4, launcher=hosts)
+    there = [agent, *agent.children(recursive=True)]
+    (shared/'done3').unlink(missing_ok=True)
+    stop = f'until [ -e {shared}/done3 ]; do sleep .01; done; kill -STOP {" ".join(str(o.pid) for o in there)}'
+    with subprocess.Popen(['sh', '-c', stop]) as freezer:
+        try:
+            with pytest.raises(RankDied, match=f'on {net.b} died: no message from {net.b} for 6 s'):
+                learn.distrib_fit(50, nprocs=4, launcher=hosts)
+        finally:
+            freezer.kill()
+            for o in there:
+                with contextlib.suppress(psutil.NoSuchProcess): o.resume()
+    assert gone(there, 60) == []
     assert_same(*fit_both(learner(), 4, hosts, 1))
 
 
