@@ -11,8 +11,8 @@ def unload_ipython_extension(shell):
     unload(shell)
 
 def jobs():
-    """Return a list of what runs in the background (`wait=False`, `spawn(join=False)`), also of jobs
-    whose variable is lost. Each has `stop()`"""
+    """Return a list of what runs in the background (`wait=False`, `spawn(join=False)`), also where
+    the variable is lost. Each has `stop()`"""
     import sys
     held = sys.modules.get('fastddp.launch.held_gpus')
     return [*held.running_jobs] if held else []

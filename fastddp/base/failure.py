@@ -61,7 +61,8 @@ def in_words(v):
 class _Words(reprlib.Repr):
     "Shortens reprs, and hides secrets before it does"
     def repr(self, x): return _without_secrets(super().repr(x))
-    def repr_str(self, x, level): return super().repr_str(_without_secrets(cut(x, _SEARCHED)), level)
+    def repr_str(self, x, level):
+        return super().repr_str(_without_secrets(cut(x, _SEARCHED)), level)
     def repr_dict(self, x, level):
         return super().repr_dict({k:_hidden(k, v) for k,v in x.items()}, level)
     def repr_instance(self, x, level):
@@ -91,8 +92,9 @@ def _hidden(name, v):
 # it is in brackets; the password of a URL; what begins as the tokens of known services do
 _SECRETS = [
     (re.compile(rf"""(?<!\w)((?:{_NAME})["']?\s*(?:=>?|[:,])\s*|--(?:{_NAME})\s+)"""
-                r"""(?!\*\*\*|None\b|True\b|False\b|\d{1,3}\b)(?:(?:bearer|basic|token)\s+[^\s'"]+"""
-                r"""|b?'(?:[^'\\]|\\.)*'?|b?"(?:[^"\\]|\\.)*"?|\w*[\[({].*|[^\s,;&)\]}'"]+)""",
+                r"""(?!\*\*\*|(?:None|True|False|\d{1,3})(?:[\s,;)\]}'"]|$))"""
+                r"""(?:(?:bearer|basic|token)\s+[^\s'"]+|b?'(?:[^'\\]|\\.)*'?"""
+                r"""|b?"(?:[^"\\]|\\.)*"?|\w*[\[({].*|[^\s,;&)\]}'"]+)""",
                 re.I | re.S), r'\1***'),
     (re.compile(r'(://[^\s/:@]{0,100}:)[^\s@]{1,200}(?=@)'), r'\1***'),
     (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r'\1 ***'),

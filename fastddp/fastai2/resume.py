@@ -268,8 +268,8 @@ def checkpoint_path(learn, file='distrib'):
     p = Path(file)
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
-# The header of a file is the structure of the learner, and the places of the weights. Its pieces are
-# the pickle and the buffers of each payload
+# The header of a file is the structure of the learner, and the places of the weights. Its pieces
+# are the pickle and the buffers of each payload
 def write_checkpoint(path,
     structure, # `structure_of` the learner
     payloads, # Pairs of a pickle and buffers
@@ -308,8 +308,8 @@ def read_checkpoint(path, learn):
     return _read_whole(path, read)
 
 def load_weights(learn, file):
-    """Put the weights of a checkpoint into the learner's model, in place. No pickle is loaded. Raises
-    `CantDistribute` as `read_checkpoint`; the data and the optimizer may be others."""
+    """Put the weights of a checkpoint into the learner's model, in place. No pickle is loaded.
+    Raises `CantDistribute` as `read_checkpoint`; the data and the optimizer may be others."""
     path,own = checkpoint_path(learn, file),model_tensors(learn.model)
     def read(f):
         check_structure(learn, structure_of(learn) | dict(weights=f.header['weights']), path)
@@ -320,8 +320,9 @@ def load_weights(learn, file):
             storage = storages[piece].untyped_storage()
             return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, *place)
         without = [k for k,t in own.items() if t.numel() and not places[k]]
-        if without: raise CantDistribute(f"{without[0]} is a tensor of a kind that only the pickles "
-                                         "of a checkpoint hold. Use learn.distrib_resume(file).")
+        if without:
+            raise CantDistribute(f"{without[0]} is a tensor of a kind that only the pickles of a "
+                                 "checkpoint hold. Use learn.distrib_resume(file).")
         return {k:tensor(*place) for k,place in places.items() if place}
     for k,t in _read_whole(path, read).items(): overwrite_tensor(own[k], t)
 

@@ -255,7 +255,7 @@ class Spawned:
     def title(self): return self.what
     def __repr__(self): return self.what
     def stop(self):
-        "Interrupt the processes, whose `join` then raises KeyboardInterrupt; a second call kills them"
+        "Interrupt the processes: `join` raises KeyboardInterrupt. A second call kills them"
         self._button.press()
     def join(self,
         timeout=None # Seconds to wait; None: no limit
@@ -288,7 +288,8 @@ def spawn(
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
         with short_traceback(): return _run(job, nprocs, 'all')
-    return run() if join else Spawned(f"spawn({getattr(fn, '__name__', 'fn')}, nprocs={nprocs})", run)
+    what = f"spawn({getattr(fn, '__name__', 'fn')}, nprocs={nprocs})"
+    return run() if join else Spawned(what, run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
 _GROUP_CHECKS = dict(

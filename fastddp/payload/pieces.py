@@ -56,8 +56,8 @@ class Damaged(Exception):
     "A file isn't what `write_pieces` has written; its text says what is wrong"
 
 class PieceFile:
-    """A file of pieces, open for reading; a context manager. Raises `Damaged`, or OSError if it can't
-    be read"""
+    """A file of pieces, open for reading; a context manager. Raises `Damaged`, or OSError if it
+    can't be read"""
     def __init__(self, path):
         self._file = open(path, 'rb')
         try: self._read_header()
@@ -92,9 +92,9 @@ def first_whole(
     path, # As of `write_pieces`
     read # Called with a `PieceFile`
 ):
-    """Return `(result, reasons)`: what `read` returned for the file at `path`, or if that is damaged
-    or missing, for the previous one; None if both are. `reasons` has a text for each that couldn't
-    be read."""
+    """Return `(result, reasons)`: what `read` returned for the file at `path`, or if that is
+    damaged or missing, for the previous one; None if both are. `reasons` has a text for each that
+    couldn't be read."""
     reasons = []
     for p in filter(os.path.lexists, (path, _previous(path))):
         try:

@@ -115,12 +115,12 @@ def send(self:Pipe,
     *msg,       # Its kind and its values, which cloudpickle can pickle
     fd=None     # A file descriptor, which the receiver gets as the last value
 ):
-    """Send a message. Raises an OSError if the other end is closed, and `CantDistribute` for one that
-    is too large"""
+    """Send a message. Raises an OSError if the other end is closed, and `CantDistribute` for one
+    that is too large"""
     data = cloudpickle.dumps(msg, protocol=5)
     if len(data) >= 1<<32:
-        raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than the 4 GB "
-                             "that can be sent. Tensors and arrays are sent beside the pickle.")
+        raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than the "
+                             "4 GB that can be sent. Tensors and arrays are sent beside it.")
     head = _HEAD.pack(_MAGIC, fd is not None, len(data))
     with self._send_lock:
         if fd is None: sent = self.sock.sendmsg([head, data])
@@ -163,8 +163,9 @@ def _next_message(self:Pipe):
     magic,has_fd,nbytes = _HEAD.unpack_from(self._received)
     if magic != _MAGIC:
         self.ended = self._has_failed = True
-        raise CantDistribute("Something in a worker has written to the descriptor of its connection "
-                             "to the notebook. Does your code write to one that it hasn't opened?")
+        raise CantDistribute("Something in a worker has written to the descriptor of its "
+                             "connection to the notebook. Does your code write to one that it "
+                             "hasn't opened?")
     end = _HEAD.size+nbytes
     if len(self._received) < end: return None
     data = bytes(memoryview(self._received)[_HEAD.size:end])

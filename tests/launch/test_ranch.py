@@ -511,7 +511,8 @@ def test_a_ranch_inside_of_a_ranch(capsys):
     "In the notebook's process and in a worker: it says that each starts workers of its own"
     pids = [*ranch(2, ranch, 2, os.getpid)[0], *ranch(2, lambda: ranch(2, os.getpid))[1]]
     assert len({*pids}) == 4 and pids[0] == os.getpid()
-    assert capsys.readouterr().out.count('inside of a ranch: each process that calls it starts 1 worker of its own') == 2
+    said = capsys.readouterr().out
+    assert said.count('inside of a ranch: each process that calls it starts 1 worker of its own') == 2
 
 
 def test_nothing_runs_afterwards():
