@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextvars, json, os, re, time, warnings, weakref
+import contextvars, re, time, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,14 +15,16 @@ from typing import NamedTuple
 from fastai.callback.core import CancelEpochException
 from fastcore.basics import store_attr
 from fastcore.foundation import L
+import numpy as np, torch
 
 from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.scoped import with_context
 from .events import OurCallback
 from .snapshot import SavedGraph, left_out, named_parts
-from ..payload.changes import Kept
+from ..payload.changes import Kept, overwrite, read_bytes
 from ..payload.pickling import dump, load
+from ..payload.pieces import first_whole, write_pieces
 from ..payload.state import model_tensors
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
@@ -33,7 +35,8 @@ from ..payload.state import model_tensors
 #                       and `restore` for each fit of it, then `FitCall` `complete` or `cut_off`
 #   call_to_resume      for `learn.distrib_resume()`: the call that is made again
 #   ResumeFit           on each rank, lets fastai's loop begin with an epoch in the middle
-#   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it
+#   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it, and `load_weights` the
+#                       weights alone
 #   claimed_file        a block with `checkpoint=` is inside it, and has a `checkpoint_writer`
 #   call_from_file      for `learn.distrib_resume(file)`: the call that `dump_call` has saved
 
@@ -215,53 +218,63 @@ def checkpoint_path(learn, file='distrib'):
     p = Path(file)
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
-def _previous(path):
-    "Return the path of the checkpoint that `path` has replaced."
-    return path.with_name(path.name+'.1')
-
-# A file is a line of JSON with the structure of the learner and the sizes of all pieces in bytes,
-# then the pieces: for each payload its pickle and its buffers
+# The header of a file is the structure of the learner, and the places of the weights. Its pieces
+# are the pickle and the buffers of each payload
 def write_checkpoint(path,
     structure, # `structure_of` the learner
-    payloads # Pairs of a pickle and buffers
+    payloads, # Pairs of a pickle and buffers
+    weights={} # Name -> tensor, whose memory is one of the buffers; for `load_weights`
 ):
     "Write `payloads` to a file, which appears whole or not at all. The previous file is kept."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name+'.tmp')
-    pieces = [[meta, *buffers] for meta,buffers in payloads]
-    sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
-    with open(tmp, 'wb') as f:
-        f.write(json.dumps(structure | dict(sizes=sizes)).encode()+b'\n')
-        for o in pieces: f.writelines(o)
-        f.flush()
-        os.fsync(f.fileno())
-    if path.exists(): os.replace(path, _previous(path))
-    os.replace(tmp, path)
+    pieces = [(f"{i}/{j}", b) for i,(meta,buffers) in enumerate(payloads)
+              for j,b in enumerate([meta, *buffers])]
+    names = {np.frombuffer(b, np.uint8).ctypes.data:name for name,b in pieces if len(b)}
+    places = {k:_place(t, names) for k,t in weights.items()}
+    write_pieces(path, structure | dict(n_payloads=len(payloads), tensors=places), pieces)
+
+def _place(t, names):
+    "Return where a tensor lies in a file; None if its memory isn't a piece."
+    try: piece = names.get(t.untyped_storage().data_ptr())
+    except RuntimeError: return None        # a tensor without a storage, such as a sparse one
+    dtype = str(t.dtype).removeprefix('torch.')
+    return piece and (piece, dtype, t.storage_offset(), [*t.shape], [*t.stride()])
+
+def _read_whole(path, read):
+    "As `first_whole`, which raises `CantDistribute` if there is no whole file."
+    found,reasons = first_whole(path, read)
+    if found is not None: return found
+    if not reasons: raise CantDistribute(f"No checkpoint in {path}.")
+    raise CantDistribute(f"The checkpoint can't be read. {'; '.join(reasons)}.")
 
 def read_checkpoint(path, learn):
     """Return the payloads of a checkpoint, or of the previous one if this file is damaged or
     missing. Raise `CantDistribute` if there is none, or if it is of another learner than `learn`.
     """
-    found = [p for p in (path, _previous(path)) if p.exists()]
-    for p in found:
-        payloads = _read_file(p, learn)
-        if payloads is not None: return payloads
-    if not found: raise CantDistribute(f"No checkpoint in {path}.")
-    raise CantDistribute(f"The checkpoint {' and the one before it, '.join(map(str, found))} "
-                         "can't be read: it is damaged, or no checkpoint of fastddp.")
+    def read(f):
+        check_structure(learn, f.header, path)
+        payloads = [[] for _ in range(f.header['n_payloads'])]
+        for name,*_ in f.header['pieces']: payloads[int(name.split('/')[0])].append(f.read(name))
+        return [(meta, buffers) for meta,*buffers in payloads]
+    return _read_whole(path, read)
 
-def _read_file(path, learn):
-    "Return the payloads of one file; None if it is damaged."
-    with open(path, 'rb') as f:
-        try:
-            header = json.loads(f.readline())
-            sizes = header['sizes']
-        except (ValueError,TypeError,KeyError): return None
-        check_structure(learn, header, path)
-        n_left = os.fstat(f.fileno()).st_size-f.tell()
-        if n_left != sum(map(sum, sizes)): return None      # its end is missing
-        pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
-        return [(meta, buffers) for meta,*buffers in pieces]
+def load_weights(learn, file):
+    """Put the weights of a checkpoint into the learner's model, in place. No pickle is loaded.
+    Raises `CantDistribute` as `read_checkpoint`; the data and the optimizer may be others."""
+    path,own = checkpoint_path(learn, file),model_tensors(learn.model)
+    def read(f):
+        check_structure(learn, structure_of(learn) | dict(weights=f.header['weights']), path)
+        places,storages = f.header['tensors'],{}
+        def tensor(piece, dtype, *place):
+            if piece not in storages:
+                storages[piece] = torch.frombuffer(f.read(piece), dtype=torch.uint8)
+            storage = storages[piece].untyped_storage()
+            return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, *place)
+        without = [k for k,t in own.items() if t.numel() and not places[k]]
+        if without:
+            raise CantDistribute(f"{without[0]} is a tensor of a kind that only the pickles of a "
+                                 "checkpoint hold. Use learn.distrib_resume(file).")
+        return {k:tensor(*place) for k,place in places.items() if place}
+    for k,t in _read_whole(path, read).items(): overwrite(own[k], t)
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 # 5. A block that writes checkpoints, and the call that reads one
@@ -300,13 +313,27 @@ def checkpoint_writer(
             # with the state at the beginning of the fit, in which the learner still is here
             state = SavedGraph.of(learn, fit_call.cbs, epoch_end, fit_call.places)
             write_checkpoint(checkpoint_path(learn), structure_of(learn),
-                             [dump_call(fit_call), *state])
+                             [dump_call(fit_call), *state], weights_in(fit_call, epoch_end))
             last_written = now
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bbb
+def weights_in(fit_call, epoch_end # `(meta, buffers)` of `Changes.capture`
+):
+    """Return `{name: tensor}` of the model at the end of an epoch. They lie in the buffers of the
+    changes, or where nothing has changed, in the memory of the learner."""
+    meta,buffers = epoch_end
+    sent = {}
+    for b in read_bytes(meta):
+        storage = torch.frombuffer(buffers[b.buffer], dtype=torch.uint8).untyped_storage()
+        sent |= {i:torch.empty(0, dtype=dtype).set_(storage, *place)
+                 for i,*place,dtype in b.tensors}
+    numbers = fit_call.places.numbers
+    return {k:sent.get(numbers.get(id(t)), t.detach())
+            for k,t in model_tensors(fit_call.learn.model).items()}
+
 def dump_call(fit_call # The `FitCall` at the end of one of its epochs
 ):
     "Return the user call as a `Payload` for `call_from_file`, which continues it after this epoch."

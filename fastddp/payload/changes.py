@@ -439,7 +439,7 @@ class _Sender:
 def _as_bytes(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
-# %% ../../nbs/payload/108_changes.ipynb #9d59a633
+# %% ../../nbs/payload/108_changes.ipynb #a9d1e948
 class _Lost: "In the place of what couldn't be loaded"
 
 _LOST = _Lost()
@@ -573,10 +573,10 @@ def _write_bytes(buffer, tensors, objects, read_only):
         if own is None or id(own) in read_only: continue
         new = torch.empty(0, dtype=dtype).set_(data, offset, shape, strides)
         try:
-            with torch.no_grad(): _overwrite(own, new)
+            with torch.no_grad(): overwrite(own, new)
         except Exception as e: yield Failed.of(i, None, e)
 
-def _overwrite(own, new):
+def overwrite(own, new):
     "Copy `new` into a tensor, which keeps its device; it gets new memory if the shapes differ"
     if own.shape == new.shape and own.dtype == new.dtype: own.data.copy_(new)
     else: own.data = new.to(own.device, copy=True)

@@ -376,14 +376,14 @@ def _start_python(
 ):
     "Start a new Python in a session of its own that makes the `call`, and return its `Popen`"
     package = os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__))
-    path = os.pathsep.join(filter(None, [os.path.dirname(package), os.environ.get('PYTHONPATH')]))
     # `-c` puts the working directory first on the import path, where a `random.py` may lie; sorting
-    # moves it to the end. The code defines no names in `__main__`.
+    # moves it to the end. The folder of this package goes first: not by PYTHONPATH, which a Python
+    # with `-I` ignores. The code defines no names in `__main__`.
     code = ("__import__('sys').path.sort(key=''.__eq__); "
+            f"__import__('sys').path.insert(0, {os.path.dirname(package)!r}); "
             f"__import__('fastddp.process.helper', fromlist=['']).{call}")
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
-    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
-                            env={**os.environ, 'PYTHONPATH': path})
+    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 # %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:
