@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/300_trees.ipynb #edcc5206
+import copyreg
 from collections import OrderedDict
 from types import FunctionType, MethodType, ModuleType
 
@@ -22,11 +23,7 @@ _OPAQUE = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
 
 def attrs_of(o):
     "Return the attributes of an object as a dict, those in `__slots__` too"
-    slots = (vars(cls).get('__slots__', ()) for cls in type(o).__mro__)
-    # one name may stand alone, as a text
-    names = (k for names in slots for k in ([names] if isinstance(names, str) else names))
-    in_slots = {k:getattr(o, k) for k in names if k not in ('__dict__','__weakref__')
-                and hasattr(o, k)}
+    in_slots = {k:getattr(o, k) for k in copyreg._slotnames(type(o)) if hasattr(o, k)}
     return in_slots | getattr(o, '__dict__', {})
 
 def parts_of(o):
@@ -105,6 +102,9 @@ def is_list_of_items(o, # A part of the predictions or targets
 ):
     "Return True if `o` is a list with an entry for each item, which holds tensors"
     if not isinstance(o, (list,tuple,L)) or hasattr(o, '_fields') or len(o) != bs: return False
+    # entries are of one kind; a prediction beside a loss of the model's are not
+    kinds = {(type(t), getattr(t, 'ndim', 0), getattr(t, 'dtype', None)) for t in o}
+    if len(kinds) != 1: return False
     def is_head(t): return isinstance(t, torch.Tensor) and t.ndim > 0 and len(t) == bs
     # as many heads of a model as items: each is a tensor with a row for each item
     return all(map(tensors_in, o)) and not all(map(is_head, o))

@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/shard/306_whole.ipynb #a4f5900d
 import zlib
 from itertools import accumulate
-from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -64,7 +63,9 @@ class Part:
         kinds       of each leaf of the tree: `_LIST`, the rows that each item has in a tensor, or 0
         numbers     of each leaf: it numbers the rows of the batch
         own         the leaves, without what doesn't count; tensors have one row for each item
+        preds       leaves of the predictions and their kinds, as pairs
         was_differentiated  a gradient was computed through what `join` returned"""
+    was_differentiated = False
     def __init__(self, pred, yb,
         step,   # The `Step` of the loader
         xb=(),  # Inputs, as the model was fed them
@@ -75,31 +76,30 @@ class Part:
     ):
         self.tree = [pred, *yb, *more]
         self.in_pass = in_pass
-        self.was_differentiated = False
         self._count(yb, xb, step)
         leaves = tensors_in(self.tree, self._is_list)
         self.kinds = [*map(self._kind, leaves)]
         self.numbers = [*map(_numbers_rows, leaves, self.kinds)]
         self.own = [*map(self._counted, leaves, self.kinds, self.numbers)]
+        self.preds = [*zip(leaves, self.kinds)][:len(tensors_in(pred, self._is_list))]
         self._examples = {}     # of the entries of lists: a rank without items has none of its own
         as_plain([o for o,kind in zip(leaves, self.kinds) if kind == _LIST], self._examples)
 
     # What belongs to an item
     def _count(self, yb, xb, step):
         "Set how many items there are, from the targets, and how many rows they may have"
-        self.n,self.count = step.n_fed,len(step.positions)
+        self.n,self.count,self.positions = step.n_fed,len(step.positions),[*step.positions]
         def is_list(o): return is_list_of_items(o, step.n_fed)
         def length(trees):
             found = (o for tree in trees for o in tensors_in(tree, is_list))
             return next((len(o) for o in found if is_list(o) or o.ndim), self.n)
         rows = length(yb)
-        if not rows or rows%self.n: self.n,self.count = rows,rows if self.count else 0
+        if not rows or rows%self.n:
+            self.n,self.count = rows,rows if self.count else 0
+            # the items of one rank come after those of another
+            self.positions = [group.rank()*2**32+i for i in range(self.count)]
         fed = length([o for o in xb[:1] if isinstance(o, torch.Tensor)])
         self.views = max(o//self.n for o in (rows, fed, self.n) if not o%self.n) if self.n else 1
-        known = [*map(int, step.positions)] if _all_numbers(step.positions) else []
-        # otherwise the items of one rank come after those of another
-        first = group.rank()*2**32
-        self.positions = known if len(known) == self.count else [*range(first, first+self.count)]
     def _is_list(self, o): return o is not self.tree and is_list_of_items(o, self.n)
     def _kind(self, o):
         if not isinstance(o, torch.Tensor): return _LIST
@@ -108,29 +108,23 @@ class Part:
         if kind == 0: return o
         if kind == _LIST: return [*o][:self.count]
         t = by_item(o, kind)[:self.count]
-        if not numbers: return t
         # as a view and an item that counts: what else is fed is a copy of one
-        return t//self.n*self.count + (t%self.n).clamp(max=max(self.count-1, 0))
+        return t//self.n*self.count + (t%self.n).clamp(max=max(self.count-1, 0)) if numbers else t
     def counted(self):
         "Return the tree without what doesn't count"
-        leaves = [from_items(o, kind) if kind in (1, self.views) else o
+        leaves = [from_items(o, kind) if kind == self.views else o
                   for o,kind in zip(self.own, self.kinds)]
         return with_tensors(self.tree, leaves, self._is_list)
 
     # What the ranks say of their parts
-    def _predictions(self):
-        "Return the leaves of the predictions, and their kinds, as pairs"
-        return [(o,self._kind(o)) for o in tensors_in(self.tree[0], self._is_list)]
     def sizes(self):
         "Return the `Sizes` as a dict"
-        preds = self._predictions()
-        return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors_in(self.own)),
-                    items=self.count, clear=any(self._is_clear(o) for o,kind in preds if kind),
-                    layout=self._layout() if any(kind for _,kind in preds) else NO_ROWS)
-    def _layout(self):
         shapes = [kind != _LIST and (str(o.dtype), [*(o.shape[1:] if kind else o.shape)])
                   for o,kind in zip(self.own, self.kinds)]
-        return float(zlib.crc32(repr((self.kinds, self.numbers, shapes)).encode()))
+        layout = float(zlib.crc32(repr((self.kinds, self.numbers, shapes)).encode()))
+        return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors_in(self.own)),
+                    items=self.count, clear=any(kind and self._is_clear(o) for o,kind in self.preds),
+                    layout=layout if any(kind for _,kind in self.preds) else NO_ROWS)
     def _is_clear(self, o):
         """Return False for a prediction of shape (n, n, ...) with n items: either dimension may be
         the items, such as of views that were stacked. The shape of a target may tell"""
@@ -140,7 +134,7 @@ class Part:
         return any(s and s in (own[:len(s)], own[-len(s):]) for s in shapes)
     def has_number(self):
         "Return True if some prediction has no rows, and a gradient, such as a loss of the model's"
-        return any(kind == 0 and o.requires_grad for o,kind in self._predictions())
+        return any(kind == 0 and o.requires_grad for o,kind in self.preds)
 
     # The parts of all ranks
     def exchange(self,
@@ -184,8 +178,6 @@ class Part:
             return t.to(o.dtype).as_subclass(type(o))
         whole = [*map(joined, self.own, self.kinds, self.numbers, columns)]
         return with_tensors(self.tree, whole, self._is_list)
-
-def _all_numbers(o): return all(isinstance(i, Integral) for i in o)
 
 def _numbers_rows(t, kind): # As of `Part.kinds`
     """True for targets that are the numbers of the batch's rows in some order, such as where
