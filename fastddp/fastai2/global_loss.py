@@ -51,8 +51,8 @@ class GlobalLoss:
     ):
         "Return the numbers of this rank's loss that a vote sums: none if the device does"
         if self.part is None:
-            n_items = self.call.n_items
-            self.part = self._find_part(step_of(self.learn).counts[0] if n_items is None else n_items)
+            own,_ = step_of(self.learn).counts
+            self.part = self._find_part(own if self.call.n_items is None else self.call.n_items)
         if self.is_computed(): loss = self.learn.loss
         # fastai's kinds of tensors make each operation slower
         loss = loss.detach().as_subclass(torch.Tensor)

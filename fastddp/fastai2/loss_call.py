@@ -69,7 +69,7 @@ class LossCall:
             return loss
         return self.losses.watched(f, learn.training, call)
     def __reduce__(self):
-        "In an event a callback may copy the loss module, or a model that has it: with its own method"
+        "A callback may copy the loss module in an event: the copy has its own method"
         return MethodType, (type(self.module).forward, self.module)
     def _meet(self, **sizes):
         "Return the `Sizes` of all ranks, rows of a vote. A collective"

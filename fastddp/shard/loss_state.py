@@ -43,7 +43,8 @@ def _write_cell(o, content):
 
 def _read_attrs(o):
     # a learner switches modules between training and validation
-    return {k:v for k,v in attrs_of(o).items() if k != 'training' or not isinstance(o, torch.nn.Module)}
+    is_module = isinstance(o, torch.nn.Module)
+    return {k:v for k,v in attrs_of(o).items() if not (is_module and k == 'training')}
 
 def _write_attrs(o, content, read=_read_attrs, put=object.__setattr__, drop=object.__delattr__):
     now = read(o)
@@ -54,7 +55,8 @@ def _write_attrs(o, content, read=_read_attrs, put=object.__setattr__, drop=obje
 def _read_class(o):
     return {k:v for k,v in vars(o).items() if not (k.startswith('__') and k.endswith('__'))}
 
-def _write_class(o, content): _write_attrs(o, content, _read_class, type.__setattr__, type.__delattr__)
+def _write_class(o, content):
+    _write_attrs(o, content, _read_class, type.__setattr__, type.__delattr__)
 
 def _rewrite(o, content):
     if isinstance(o, dict):
@@ -82,7 +84,8 @@ def _write_function(o, content):
 def _nothing(o, content): pass
 
 _KINDS = (      # class -> how it is read, written
-    (types.FunctionType, _read_function, _write_function), (types.CellType, _read_cell, _write_cell),
+    (types.FunctionType, _read_function, _write_function),
+    (types.CellType, _read_cell, _write_cell),
     (types.MethodType, lambda o: [o.__self__, o.__func__], _nothing),
     (functools.partial, lambda o: [o.func, o.args, o.keywords], _nothing),
     ((staticmethod,classmethod), lambda o: [o.__func__], _nothing),

@@ -50,8 +50,8 @@ _NO_ROWS = ("No prediction for {} has the items in dimension 0, so it can't be c
             "of all workers")
 _UNCLEAR = ("The predictions for {} have as many entries in dimension 1 as in dimension 0, so the "
             "items may be in either (loss='gather' says that they are in dimension 0)")
-_NO_FIT = ("The workers' predictions for {} have different shapes or types, so it can't be computed "
-           "over those of all workers")
+_NO_FIT = ("The workers' predictions for {} have different shapes or types, so it can't be "
+           "computed over those of all workers")
 _DIFFERENTIATES = "{} computes gradients through its predictions, of which a worker has its own"
 _RAISED = "With the predictions and targets of all workers, {} raised {}"
 _STATE = "{} changes a state of its own, so every worker validates all batches."
@@ -60,8 +60,10 @@ _STATE_OF_PART = ("{} changes a state of its own in a validation: after this one
 
 def size_of(nbytes):
     "Return a number of bytes in words"
-    unit = next((i for i in (2,1) if nbytes >= 1000**i), 0)
-    return f"{nbytes/1000**unit:,.{'1' if 0 < nbytes/1000**unit < 10 and unit else '0'}f} {('bytes','KB','MB')[unit]}"
+    for unit in 'bytes','KB','MB','GB':
+        if nbytes < 999.5: break
+        nbytes /= 1000
+    return f"{nbytes:.3g} {unit}"
 
 # %% ../../nbs/shard/314_losses.ipynb #90716a3c
 class Losses:
@@ -210,8 +212,8 @@ class Losses:
         if (WHOLE,name) in self.done: return
         line = _WHOLE.format(name, size_of(sum(o.nbytes for o in sizes)))
         if part.has_number():
-            line = (f"{name} is computed over the predictions of all workers, but a part of them is "
-                    f"a number that the model computed. That {averaged()}.")
+            line = (f"{name} is computed over the predictions of all workers, but a part of them "
+                    f"is a number that the model computed. That {averaged()}.")
         self.print_once(line, (WHOLE,name))
 
 # %% ../../nbs/shard/314_losses.ipynb #9eaae20e

@@ -58,7 +58,8 @@ def _children_of(o):
         children,context = node.flatten_fn(o)
         return [*children], lambda new: node.unflatten_fn(new, context)
     items,attrs = parts_of(o)
-    def copied(new): return _with_parts(o, dict(zip(items, new)), dict(zip(attrs, new[len(items):])))
+    def copied(new):
+        return _with_parts(o, dict(zip(items, new)), dict(zip(attrs, new[len(items):])))
     return [*items.values(), *attrs.values()], copied
 
 def map_tensors(f, tree,

@@ -29,7 +29,7 @@ def from_items(t, k):
 NO_ROWS = -1.   # see `Sizes`
 
 class Sizes(NamedTuple):
-    "What a rank says of its part, before the parts are exchanged; and after a call with all of them"
+    "What a rank says of its part before the parts are exchanged, and after a call with all"
     nbytes:float = 0.
     items:float = 0.        # that count
     # A hash of types and shapes, equal where parts fit together; or `NO_ROWS`, which no hash is, if
@@ -43,7 +43,7 @@ def meet_in_group(**sizes):
     return [Sizes(**o) for o in group.all_gather_object(sizes)]
 
 class _ScaleGradient(torch.autograd.Function):
-    "The identity; the backward pass calls `factor()`, and multiplies the gradient by what it returns"
+    "The identity; the backward pass multiplies the gradient by what `factor()` returns"
     @staticmethod
     def forward(ctx, t, factor):
         ctx.factor = factor
@@ -122,9 +122,10 @@ class Part:
         shapes = [kind != _LIST and (str(o.dtype), [*(o.shape[1:] if kind else o.shape)])
                   for o,kind in zip(self.own, self.kinds)]
         layout = float(zlib.crc32(repr((self.kinds, self.numbers, shapes)).encode()))
+        of_items = [o for o,kind in self.preds if kind]
         return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors_in(self.own)),
-                    items=self.count, clear=any(kind and self._is_clear(o) for o,kind in self.preds),
-                    layout=layout if any(kind for _,kind in self.preds) else NO_ROWS)
+                    items=self.count, layout=layout if of_items else NO_ROWS,
+                    clear=any(map(self._is_clear, of_items)))
     def _is_clear(self, o):
         """Return False for a prediction of shape (n, n, ...) with n items: either dimension may be
         the items, such as of views that were stacked. The shape of a target may tell"""
@@ -158,7 +159,9 @@ class Part:
         def factor():
             self.was_differentiated = True
             return sum(counts)/self.count if self.in_pass() else 1.
-        def scaled(t): return _ScaleGradient.apply(t, factor) if t.requires_grad and self.count else t
+        def scaled(t):
+            has_grad = t.requires_grad and self.count
+            return _ScaleGradient.apply(t, factor) if has_grad else t
         rank = group.rank()
         def joined(o, kind, numbers, parts):
             if kind == _LIST:
