@@ -1481,8 +1481,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                             'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.is_mid_batch': ( 'fastai2/step.html#stepsync.is_mid_batch',
                                                                                       'fastddp/fastai2/step.py'),
-                                      'fastddp.fastai2.step.StepSync.is_open': ( 'fastai2/step.html#stepsync.is_open',
-                                                                                 'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.leave_event': ( 'fastai2/step.html#stepsync.leave_event',
                                                                                      'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.StepSync.params': ( 'fastai2/step.html#stepsync.params',

@@ -39,6 +39,7 @@ class LossCall:
         vars(f)['forward'] = self
     def restore(self):
         "Give the learner its own loss function again"
+        if self.f is None: return
         if self.module is not None: vars(self.module).pop('forward', None)
         self.module = None
         of_learn = vars(self.learn)

@@ -165,14 +165,12 @@ class StepSync(OurCallback):
         "End the batch, also one that was left by an exception"
         self.passes.close()
         if self.batch is not None: self.batch.call.restore()
-    def is_open(self):
-        "Return True in a training batch"
-        return self.passes.n_passes is not None and self.learn.training
     def enter_event(self):
         "In an event the learner has the user's loss function"
         if self.batch is None: return
         self.batch.call.restore()
-        if self.is_open(): self.batch.call.replace_forward()
+        in_batch = self.passes.n_passes is not None and self.learn.training
+        if in_batch: self.batch.call.replace_forward()
     def leave_event(self, event_name):
         "Until the next event the learner's own code runs: calls of its loss function are ours"
         if self.batch is None: return
