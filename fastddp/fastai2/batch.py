@@ -21,7 +21,8 @@ def step_of(learn # A learner in a training phase
     if learn.iter < len(steps): return steps[learn.iter]
     # a callback may run a batch under a higher number
     if steps: return steps[-1]
-    n = find_bs(learn.yb or learn.xb)   # of a loader that isn't sharded, which a callback has put in
+    # of a loader that isn't sharded, which a callback has put in
+    n = find_bs(learn.yb or learn.xb)
     return Step((), n, range(n), n)
 
 # %% ../../nbs/fastai2/706_batch.ipynb #a75a7438

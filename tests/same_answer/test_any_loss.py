@@ -382,7 +382,8 @@ def test_a_loss_that_computes_gradients(two, loss, batch, capfd):
         seed(1)
         fit(1)
     assert_same(learn, one)
-    assert dict(penalty='computes gradients through', physics='raised RuntimeError')[loss.__name__] in capfd.readouterr().out
+    why = dict(penalty='computes gradients through', physics='raised RuntimeError')
+    assert why[loss.__name__] in capfd.readouterr().out
 
 
 def too_large(pred, y):

@@ -1,5 +1,5 @@
-"""Each loss function is weighted, whole or averaged. What it keeps at any depth is as in one process, a module is computed
-over all items wherever a callback calls it, and each line about a loss is true."""
+"""Each loss function is weighted, whole or averaged. What it keeps at any depth is as in one process, a module is
+computed over all items wherever a callback calls it, and each line about a loss is true."""
 import itertools
 import pytest, torch
 import torch.nn.functional as F
