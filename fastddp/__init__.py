@@ -10,6 +10,13 @@ def unload_ipython_extension(shell):
     from .magics import unload
     unload(shell)
 
+def jobs():
+    """Return a list of what runs in the background (`wait=False`, `spawn(join=False)`), also where
+    the variable is lost. Each has `stop()`"""
+    import sys
+    held = sys.modules.get('fastddp.launch.held_gpus')
+    return [*held.running_jobs] if held else []
+
 def __getattr__(name):
     "`fastddp.doctor()`: what machine this is, and what to expect of it"
     if name != 'doctor': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

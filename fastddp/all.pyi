@@ -88,6 +88,10 @@ class Learner(_Learner):
     def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True, offload: bool = False):
         """Run `get_preds` on workers, one per GPU. Get the predictions and targets on the `ds_idx`-th dbunchset or `dl`, optionally `with_input` and `with_loss`"""
 
+    def distrib_load(self, file = 'distrib'):
+        """Put the weights of a checkpoint into the model, and nothing else. No code of the file runs.
+        Returns the learner, as `learn.load`. Raises `CantDistribute` for another model's file."""
+
     def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, keep: str = 'epoch', timeout: float = 1800, wait: bool = True, offload: bool = False, checkpoint: str | None = None, **ddp_kwargs):
         """Run `lr_find` on workers, one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
 

@@ -7,6 +7,7 @@ __all__ = ['page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
 import contextlib, os, platform, resource, shutil, subprocess, sys
+from glob import glob
 from importlib.metadata import distributions
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -88,6 +89,7 @@ def facts():
              if k.startswith(('NCCL_','GLOO_')) or k == _HIDES_GPUS},
         # free space; None: there is no such folder
         shm=shutil.disk_usage('/dev/shm').free if os.path.isdir('/dev/shm') else None,
+        nccl_files=glob('/dev/shm/nccl-*'),
         memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
         available_memory=free_memory(),
         # these two are limits, -1 where there is none
@@ -138,7 +140,10 @@ def _exchange_traps(f):
         ("virtual machine without P2P", has_several and f.is_virtual and not f.has_p2p,
          "The hypervisor keeps GPUs apart (ACS): the exchange goes through memory. Ask for P2P."),
         ("small /dev/shm", f.shm is not None and f.shm < 2**30,
-         f"{_gb(f.shm)} are free in /dev/shm: start docker with --shm-size=8g or --ipc=host.")]
+         f"{_gb(f.shm)} are free in /dev/shm: start docker with --shm-size=8g or --ipc=host."),
+        ("files of NCCL in /dev/shm", f.nccl_files,
+         f"Processes that were killed have left {len(f.nccl_files)}: rm /dev/shm/nccl-*, while "
+         "nothing trains.")]
 
 # %% ../nbs/904_doctor.ipynb #2e707755
 _NETWORK_DRIVES = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'

@@ -39,6 +39,17 @@ def fails_anyway(ctx, n): raise RuntimeError('NCCL error: no memory')
 def is_wrong(ctx, n): return os.environ.get('NCCL_P2P_DISABLE') == '1' or ctx.rank == 0
 
 
+def starts_slowly(ctx, n):
+    "GPUs that take longer to start than the exchange may take"
+    emit = ctx.emit
+    def and_waits(event):
+        emit(event)
+        time.sleep(.5)
+    if env_of_worker(ctx, n) is None: time.sleep(3)
+    ctx.emit = and_waits
+    return exchanges_right(ctx, n)
+
+
 def is_full(ctx, n): raise RuntimeError('CUDA out of memory')
 
 
@@ -60,6 +71,13 @@ def test_gpus_that_cannot_exchange_do_without_p2p(probe, capsys, monkeypatch):
     broken, out = probe in (fails, is_wrong), capsys.readouterr().out
     assert results == ['1' if broken else None]*2 and ('NCCL_P2P_DISABLE=1' in out) == broken
     assert 'NCCL_P2P_DISABLE' not in os.environ
+
+
+def test_gpus_that_start_slowly_keep_p2p(monkeypatch):
+    unchecked(monkeypatch, starts_slowly)
+    monkeypatch.setattr(local, '_P2P_TIMEOUT', 2.5)
+    with local.Local(gpus=[]) as launcher: launcher.run(Job.of(env_of_worker, None), 2)
+    assert not local._extra_env and local._p2p_checked
 
 
 @pytest.mark.parametrize('error', [RankRaised, RankDied, KeyboardInterrupt])

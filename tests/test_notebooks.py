@@ -21,7 +21,8 @@ NOTEBOOKS = [o.relative_to(root).as_posix() for o in sorted((root/'nbs').glob('*
 LONG = {*'''900_early 901_ranch 902_magics 903_all launch/506_local fastai2/730_learner fastai2/731_check
 launch/503_monitor launch/514_functions cluster/651_cluster machines/612_agent machines/615_hosts
 output/203_capture process/404_helper tutorials/collab tutorials/ddp_from_scratch tutorials/dip
-tutorials/kaggle tutorials/night tutorials/ranch tutorials/segmentation tutorials/tabular tutorials/text
+tutorials/kaggle tutorials/large_model tutorials/night tutorials/ranch tutorials/segmentation
+tutorials/tabular tutorials/text
 tutorials/time_series tutorials/transformers tutorials/vision tutorials/worth_it'''.split()}
 FLAGS = 'cuda' if torch.cuda.is_available() else ''
 # Cells that need a library that is not installed are skipped

@@ -8,6 +8,8 @@ root = Path(__file__).resolve().parent.parent
 # entry -> the exception's type and message (or the signal) by which it is known
 EXAMPLES = {
     'out of memory on the GPU': ('OutOfMemoryError', 'CUDA out of memory. Tried to allocate 2.00 GiB'),
+    'an assertion on the GPU': ('AcceleratorError', 'CUDA error: device-side assert triggered\nCUDA kernel errors'),
+    'a GPU for one process': ('AcceleratorError', 'CUDA error: CUDA-capable device(s) is/are busy or unavailable'),
     # `OSError: [Errno 12] Cannot allocate memory` is another text for it
     'out of memory': ('RuntimeError', "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),

@@ -7,8 +7,8 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 DOORS = 'front doors'               # the numbered notebooks that lie in no folder
-TUTORIALS = ('lesson', 'vision', 'text', 'tabular', 'time_series', 'transformers', 'collab', 'segmentation', 'night',
-             'ranch', 'dip', 'ddp_from_scratch', 'kaggle', 'two_machines', 'worth_it')
+TUTORIALS = ('lesson', 'vision', 'text', 'tabular', 'time_series', 'transformers', 'large_model', 'collab',
+             'segmentation', 'night', 'ranch', 'dip', 'ddp_from_scratch', 'kaggle', 'two_machines', 'worth_it')
 PAGES = ('troubles', 'security')
 HEAD = '''\
 # Made by `make sidebar` from the numbers of the notebooks

@@ -33,6 +33,13 @@ PAGE = {
     'out of memory on the GPU': (
         "RankRaised: rank 1 raised OutOfMemoryError: CUDA out of memory ...",
         "The GPU of that rank is full."),
+    'an assertion on the GPU': (
+        "RankRaised: rank 1 raised RuntimeError: CUDA error: device-side assert triggered ...",
+        "A kernel found an index out of range. The GPU reports it to a later call, and can't be used by that "
+        "process any more; the next fit has new ones."),
+    'a GPU for one process': (
+        "RankRaised: rank 0 raised RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable ...",
+        "Its compute mode is 'exclusive process', as on some clusters: nvidia-smi shows `E. Process`."),
     'out of memory': (
         "RankRaised: rank 1 raised MemoryError",
         "The host's memory, or a limit on this process, was reached."),

@@ -97,18 +97,20 @@ def device_restored():
 def without_tf32():
     """Context manager in which products and convolutions of float32 numbers are as exact as on the
     CPU; torch's setting for them is that of the process"""
-    cudnn = torch.backends.cudnn
-    # these functions of torch raise if the user has set it by newer ones, which then stay
-    try: before = torch.get_float32_matmul_precision(),cudnn.allow_tf32
-    except RuntimeError:
-        yield
-        return
-    def write(precision, allowed):
-        torch.set_float32_matmul_precision(precision)
-        cudnn.allow_tf32 = allowed
-    write('highest', False)
+    cuda,cudnn,mkldnn = torch.backends.cuda,torch.backends.cudnn,torch.backends.mkldnn
+    if hasattr(cudnn, 'conv'):      # from torch 2.9 on, where the functions below may raise
+        owners = cuda.matmul,cudnn.conv,cudnn.rnn,mkldnn.matmul,mkldnn.conv,mkldnn.rnn
+        before,exact = [o.fp32_precision for o in owners],['ieee']*len(owners)
+        def write(values):
+            for o,v in zip(owners, values): o.fp32_precision = v
+    else:
+        before,exact = (torch.get_float32_matmul_precision(), cudnn.allow_tf32),('highest', False)
+        def write(values):
+            torch.set_float32_matmul_precision(values[0])
+            cudnn.allow_tf32 = values[1]
+    write(exact)
     try: yield
-    finally: write(*before)
+    finally: write(before)
 
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def numa_nodes():

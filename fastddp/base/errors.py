@@ -55,6 +55,16 @@ _MEMORY = [
         "The GPU of this rank is full: lower the batch size, or free what other processes hold "
         "(nvidia-smi shows them).",
         lambda k,m: k == 'OutOfMemoryError' or 'CUDA out of memory' in m),
+    Trouble('an assertion on the GPU',
+        "An index is out of range on the GPU, most often a label: the labels must be from 0 to the "
+        "model's outputs - 1 (compare learn.dls.c, or n_out). CUDA tells it late. In a new kernel, "
+        "os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell makes the traceback end at "
+        "the line; gpus=[], nprocs=2 trains on the CPU, which names the index.",
+        lambda k,m: 'device-side assert' in m),
+    Trouble('a GPU for one process',
+        "The GPU takes one process only, and another one has it: perhaps the notebook, if a cell "
+        "has used it. `nvidia-smi -c DEFAULT`, as administrator, allows several.",
+        lambda k,m: 'busy or unavailable' in m),
     Trouble('out of memory',
         "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
         "DataLoader workers.",
@@ -266,6 +276,10 @@ def folded(
     return res
 
 # %% ../../nbs/base/002_errors.ipynb #21a5d073
+# Begins the line that `fastai2.jobs` notes in an exception for lack of a GPU's memory
+MEMORY_NOTE = "What takes the GPU's memory: "
+_MEMORY_NOTED = re.compile(rf'^{MEMORY_NOTE}.*\n?', re.M)
+
 class RankRaised(WorkerError):
     """A rank raised an exception: `failure` is its record, `__cause__` the original if picklable.
     `like` returns one that is of the original's class, too"""
@@ -276,6 +290,7 @@ class RankRaised(WorkerError):
         self.failure = failure
         self.rank = failure.rank
         self.remedy = remedy_for(failure.kind, failure.message)
+        if noted := _MEMORY_NOTED.search(failure.text): self.remedy += f" {noted[0].strip()}"
         self.debug = (f"To look closer: %debug shows the recorded frames and variables of rank "
                       f"{self.rank}. In code: err = sys.last_value; err.failure.locals, "
                       "err.batch_items.")
@@ -321,7 +336,7 @@ class RankRaised(WorkerError):
         if items:
             more = ', ...' if len(items) > 8 else ''
             res += ['', f"Items of the batch at hand: {', '.join(items[:8])}{more}"]
-        res += _headed(f"Traceback of rank {self.rank}:", folded(f.text))
+        res += _headed(f"Traceback of rank {self.rank}:", folded(_MEMORY_NOTED.sub('', f.text)))
         return res + self._log_lines()
 
 def _item(index, name): return f"{index} ({name})" if name else f"{index}"

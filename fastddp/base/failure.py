@@ -59,23 +59,55 @@ def in_words(v):
     except BaseException as e: return f"<{type(v).__name__}, whose repr raises {type(e).__name__}>"
 
 class _Words(reprlib.Repr):
-    "Shortens reprs, and hides the secrets in dicts"
+    "Shortens reprs, and hides secrets before it does"
+    def repr(self, x): return _without_secrets(super().repr(x))
+    def repr_str(self, x, level):
+        return super().repr_str(_without_secrets(cut(x, _SEARCHED)), level)
     def repr_dict(self, x, level):
         return super().repr_dict({k:_hidden(k, v) for k,v in x.items()}, level)
     def repr_instance(self, x, level):
         "Called for a subclass of dict, too: reprlib goes by the name of the class"
-        if not isinstance(x, (dict,type(os.environ))): return super().repr_instance(x, level)
-        return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        if isinstance(x, (dict,type(os.environ))):
+            return f"{type(x).__name__}({self.repr_dict(x, level)})"
+        return cut(_without_secrets(cut(repr(x), _SEARCHED)), self.maxother)
 
 _words = _Words()
 _words.maxstring = _words.maxother = 120
+_SEARCHED = 20_000      # characters of a text in which secrets are looked for
 
-_SECRET = re.compile(r'token|passw|pwd|secret|credential|apikey|(^|_)keys?($|_)|(^|_)auth', re.I)
+_NAME = (r'\w{0,40}?(?:token(?!iz)|passw|pwd|secret|credential|cookie|bearer|authoriz|api-?key)'
+         r'[\w-]{0,40}'
+         r'|(?:\w{1,40}[_-])?(?:keys?|auth|pw|pat|pin)(?:[_-][\w-]{0,40})?')
+_SECRET = re.compile(_NAME, re.I)
+_COUNT = re.compile(r'(n|num|max|min)_|\w*_(id|idx|len|size)$', re.I)
 
 def _hidden(name, v):
-    "Return `v`, or `***` if it is a text and `name` is that of a secret"
-    is_secret = isinstance(v, (str,bytes)) and _SECRET.search(str(name))
-    return _Shown('***') if is_secret else v
+    """Return `v`, or `***` if `name` is that of a secret. Of an array no values are shown anyway; a
+    number of tokens is no secret"""
+    if v is None or isinstance(v, bool) or not _SECRET.fullmatch(str(name)): return v
+    if hasattr(v, 'shape') or isinstance(v, (int,float)) and _COUNT.match(str(name)): return v
+    return _Shown('***')
+
+# In a text, also in the repr of an object: what stands behind the name of a secret, to the end if
+# it is in brackets; the password of a URL; what begins as the tokens of known services do
+_SECRETS = [
+    (re.compile(rf"""(?<!\w)((?:{_NAME})["']?\s*(?:=>?|[:,])\s*|--(?:{_NAME})\s+)"""
+                r"""(?!\*\*\*|(?:None|True|False|\d{1,3})(?:[\s,;)\]}'"]|$))"""
+                r"""(?:(?:bearer|basic|token)\s+[^\s'"]+|b?'(?:[^'\\]|\\.)*'?"""
+                r"""|b?"(?:[^"\\]|\\.)*"?|\w*[\[({].*|[^\s,;&)\]}'"]+)""",
+                re.I | re.S), r'\1***'),
+    (re.compile(r'(://[^\s/:@]{0,100}:)[^\s@]{1,200}(?=@)'), r'\1***'),
+    (re.compile(r"(?i)\b(bearer|basic)\s+[\w.~+/=-]{6,}"), r'\1 ***'),
+    (re.compile(r'\b(?:gh[pousr]_|github_pat_|glpat-|hf_|sk-|[sr]k_live_|xox[a-z]-|AKIA|ASIA|AIza'
+                r'|ya29\.|eyJ)[\w.-]{4,}|-----BEGIN [A-Z ]*PRIVATE KEY-----.*', re.S), '***')]
+
+def _without_secrets(text):
+    for pattern,by in _SECRETS: text = pattern.sub(by, text)
+    return text
+
+def has_secret(name, text):
+    "Return True if a text, or a part of it, would be hidden in a variable with this name"
+    return _hidden(name, text) is not text or _without_secrets(text) != text
 
 class _Shown(str):
     "A text that is shown without quotes"

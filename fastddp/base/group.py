@@ -6,13 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, io, itertools, math, os, pickle, socket, sys, threading, time
-import weakref
+import datetime, errno, functools, gc, inspect, itertools, json, math, os, socket, sys, threading
+import time, weakref
+from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
-import torch, torch.distributed as dist
+import numpy as np, torch, torch.distributed as dist
 from fastcore.basics import noop
+from fastcore.foundation import L
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
@@ -101,7 +103,14 @@ def init_group(store, rank, world_size, backend, **options):
     # a call that failed
     world = getattr(dist.distributed_c10d, '_world', None)
     if not in_group() and hasattr(world, 'group_count'): world.group_count = 0
+    # its functions have the group that exists when it is imported as a default, and so for good
+    import torch.distributed.nn
+    hook = sys.excepthook
     dist.init_process_group(backend, store=store, rank=rank, world_size=world_size, **options)
+    # torch's prints '[rank0]' before each line, and calls the hook before it: one is enough, and
+    # none in a notebook
+    if not under_launcher() or hook.__module__ == dist.distributed_c10d.__name__:
+        sys.excepthook = hook
 
 # %% ../../nbs/base/009_group.ipynb #274fe74e
 def _wait_for_all(store, rank, world_size, what):
@@ -164,7 +173,11 @@ def join(
         stay_on_host()
         store = dist.FileStore(os.fspath(store), world_size)
     limit = datetime.timedelta(seconds=timeout or _NO_LIMIT)
-    on_gpu = dict(device_id=device) if backend == native_backend() else {}
+    on_gpu = {}
+    if backend == native_backend():
+        on_gpu = dict(device_id=device)
+        # else NCCL's thread ends the process after an error of CUDA, before it is reported
+        os.environ.setdefault('TORCH_NCCL_RETHROW_CUDA_ERRORS', '0')
     # Inside of `init_group` a wait can't be interrupted, and gloo waits forever for a rank that has
     # come in and then failed. So the ranks wait for each other before and after
     _wait_for_all(store, rank, world_size, 'here')
@@ -241,7 +254,10 @@ def leave(
     # torch before 2.15 holds Python's lock while it waits for gloo's threads to end, one of which
     # may need the lock to free the last tensor: it gets some time for that, after a failure more.
     if backend() == 'gloo': time.sleep(.3 if broken else .02)
+    group = weakref.ref(key())
     dist.destroy_process_group()
+    # DDP, which refers to itself, has it still; it listens until it is freed
+    if group(): gc.collect()
 
 # %% ../../nbs/base/009_group.ipynb #6e03f5b8
 _is_fork_of_rank = False    # set in each process that this one forks
@@ -289,46 +305,86 @@ def barrier():
     "Wait for all ranks"
     all_sum([0])
 
+def all_gather_stacked(t):
+    "Return the `t` of every rank, stacked, on its device; on an accelerator the host doesn't wait"
+    if backend() == 'gloo': return torch.stack(_all_gather(t))
+    out = t.new_empty(world_size(), *t.shape)
+    dist.all_gather_into_tensor(out, t)
+    return out
+
 # %% ../../nbs/base/009_group.ipynb #8d3c4944
 def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
-class _Pickler(pickle.Pickler):
-    "Pickles tensors of any device as bytes, and named tuples as tuples"
-    def reducer_override(self, o):
-        if isinstance(o, tuple): return tuple, (list(o),)
-        if not isinstance(o, torch.Tensor): return NotImplemented
-        cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else type(o)
-        return _tensor, (cls, bytes_of(o).cpu().numpy().tobytes(), str(o.dtype), [*o.shape])
-
-def _tensor(cls, data, dtype, shape):
-    "Rebuild a tensor of the class `cls`, on the CPU, from what `_Pickler` says of it"
-    kind = getattr(torch, dtype.removeprefix('torch.'))
-    t = torch.frombuffer(bytearray(data), dtype=kind) if data else torch.empty(0, dtype=kind)
-    return t.reshape(shape).as_subclass(cls)
-
-# What pickles of plain values refer to by name: the same as with `torch.load(weights_only=True)`
-_ALLOWED_NAMES = '''OrderedDict L _tensor ndarray dtype scalar _reconstruct bytearray complex range
-                    set slice tuple'''.split()
-_ALLOWED_MODULES = [__name__, *'''builtins collections fastcore.foundation numpy
-                                  numpy.core.multiarray numpy._core.multiarray'''.split()]
-
-class _Unpickler(pickle.Unpickler):
-    "Loads plain values and tensors, and refuses everything else"
-    def find_class(self, module, name):
-        found = getattr(sys.modules.get(module), name, None)
-        is_tensor = isinstance(found, type) and issubclass(found, torch.Tensor)
-        is_plain = module in _ALLOWED_MODULES and name in _ALLOWED_NAMES
-        if is_tensor or is_plain: return found
-        raise pickle.UnpicklingError(f"ranks exchange tensors and plain values, no {module}.{name}")
+# A message is text, JSON, and the bytes of tensors and arrays behind it. In the text a value that
+# JSON lacks is a dict of one entry: its kind, and what it is made of. Of these kinds the contents
+# are a list:
+_LISTED = {tuple: (list, tuple), set: (list, set), L: (list, L),
+           dict: (lambda o: [*map(list, o.items())], dict),
+           OrderedDict: (lambda o: [*map(list, o.items())], OrderedDict),
+           complex: (lambda o: [o.real, o.imag], lambda v: complex(*v)),
+           range: (lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
+           slice: (lambda o: [o.start, o.stop, o.step], lambda v: slice(*v))}
+_MAKE = {kind.__name__:make for kind,(_,make) in _LISTED.items()}
+_PLAIN = {type(None),bool,int,float,str}
 
 def _dumps(o):
-    buffer = io.BytesIO()
-    _Pickler(buffer, 4).dump(o)
-    return buffer.getvalue()
+    "Return `o` as bytes, with tensors of any device, and named tuples as tuples"
+    buffers = []
+    def at(data):
+        buffers.append(data)
+        return len(buffers)-1
+    def plain(o):
+        kind = tuple if isinstance(o, tuple) else type(o)
+        if kind in _PLAIN: return o
+        if kind is list: return o if {*map(type, o)} <= _PLAIN else [*map(plain, o)]
+        if kind in _LISTED: return {kind.__name__: plain(_LISTED[kind][0](o))}
+        if kind in (bytes,bytearray): return dict(bytes=[kind is bytes, at(o)])
+        if isinstance(o, torch.Tensor):
+            cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else kind
+            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), [*o.shape],
+                                at(bytes_of(o).cpu().numpy())])
+        if kind is np.ndarray and o.dtype.hasobject:
+            return dict(objects=[[*o.shape], plain(o.ravel().tolist())])
+        if kind is np.ndarray or isinstance(o, np.generic):
+            dtype = np.lib.format.dtype_to_descr(o.dtype)
+            return dict(array=[kind is np.ndarray, plain(dtype), [*o.shape], at(o.tobytes())])
+        raise TypeError("ranks exchange tensors and plain values, no "
+                        f"{kind.__module__}.{kind.__qualname__}")
+    text = json.dumps([plain(o), [*map(len, buffers)]]).encode()
+    return b''.join([len(text).to_bytes(8, 'little'), text, *buffers])
 
-def _loads(data): return _Unpickler(io.BytesIO(data)).load()
+def _loads(data):
+    "Return what `_dumps` was given, on the CPU; whatever `data` is, no other code runs"
+    data = memoryview(data)
+    start = 8+int.from_bytes(data[:8], 'little')
+    o,sizes = json.loads(bytes(data[8:start]))
+    ends = [*itertools.accumulate(sizes, initial=start)]
+    def buffer(i): return bytearray(data[ends[i]:ends[i+1]])
+    def tensor(module, name, dtype, shape, i):
+        # not by `getattr`: some modules import what is asked for
+        cls = vars(sys.modules[module])[name]
+        kind = vars(torch)[dtype.removeprefix('torch.')]
+        raw = torch.frombuffer(buffer(i), dtype=kind) if sizes[i] else torch.empty(0, dtype=kind)
+        return raw.reshape(shape).as_subclass(cls)      # raises for other classes
+    def array(is_array, dtype, shape, i):
+        kind = np.lib.format.descr_to_dtype(dtype)
+        res = np.ndarray(shape, kind, buffer(i))    # raises for objects
+        return res if is_array else res[()]
+    def objects(shape, values):
+        res = np.empty(len(values), object)
+        res[:] = values
+        return res.reshape(shape)
+    make = dict(tensor=tensor, array=array, objects=objects,
+                bytes=lambda is_bytes, i: bytes(buffer(i)) if is_bytes else buffer(i))
+    def value(v):
+        if isinstance(v, list): return v if {*map(type, v)} <= _PLAIN else [*map(value, v)]
+        if not isinstance(v, dict): return v
+        (kind,content), = v.items()
+        content = value(content)
+        return _MAKE[kind](content) if kind in _MAKE else make[kind](*content)
+    return value(o)
 
 # %% ../../nbs/base/009_group.ipynb #e4997c23
 def _gather_bytes(
@@ -398,9 +454,11 @@ def _change_as_one(tensors, change):
     alike = {}
     for t in tensors: alike.setdefault((t.dtype, t.device), []).append(t)
     for ts in alike.values():
-        flat = torch.cat([t.detach().reshape(-1) for t in ts])
+        flats = [t.detach().reshape(-1) for t in ts]
+        flat = torch.cat(flats) if len(ts) > 1 else flats[0]
         sent = flat.to(comm_device())
         with until_released([sent]): change(sent)
+        if sent.data_ptr() == ts[0].data_ptr(): continue    # a single tensor, changed in place
         for t,new in zip(ts, sent.to(flat.device).split([t.numel() for t in ts])):
             t.detach().copy_(new.view_as(t))
 
@@ -421,9 +479,20 @@ def average_(tensors):
 
 # %% ../../nbs/base/009_group.ipynb #d025435c
 def subgroup(ranks):
-    "Return a gloo group of some `ranks`, or None on the others. All ranks call this"
-    no_limit = datetime.timedelta(seconds=_NO_LIMIT)    # torch's own would be 30 minutes
-    members = dist.new_group(ranks, timeout=no_limit, backend='gloo')
+    """Return a weak reference to a gloo group of some `ranks`, or None on the others. All ranks
+    call this; for a group of one, that rank alone"""
+    # torch's own limit would be 30 minutes
+    options = dict(timeout=datetime.timedelta(seconds=_NO_LIMIT), backend='gloo')
+    # Otherwise torch has ranks with a GPU that are no members split NCCL's communicator, and
+    # members don't, which hangs (pytorch#134314). torch before 2.1 can't do it, and doesn't split
+    is_local = 'use_local_synchronization' in inspect.signature(dist.new_group).parameters
+    if not is_local: members = dist.new_group(ranks, **options)
+    else:
+        # The name of each group comes from a count, which only members have raised then
+        world = dist.distributed_c10d._world
+        before,world.group_count = world.group_count,-1
+        try: members = dist.new_group(ranks, use_local_synchronization=True, **options)
+        finally: world.group_count = before
     # A weak reference: torch keeps the group until it is destroyed. If it were kept for longer, a
     # process that is forked then would crash when it collects the group as garbage
     return weakref.ref(members) if rank() in ranks else None
@@ -454,9 +523,8 @@ def group_of_one():
         return
     world = dist.GroupMember.WORLD
     if _of_one[0]() is not world or _of_one[1]() is None:
-        # of gloo, which exchanges tensors on GPUs, too, and needs no other rank to begin
-        alone = dist.new_group([dist.get_rank()], backend='gloo', use_local_synchronization=True)
-        _of_one = weakref.ref(world),weakref.ref(alone)     # see `subgroup`
+        # gloo exchanges tensors on GPUs, too
+        _of_one = weakref.ref(world),subgroup([dist.get_rank()])
     dist.GroupMember.WORLD = _of_one[1]()
     try: yield
     finally: dist.GroupMember.WORLD = world

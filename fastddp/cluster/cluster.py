@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from fastcore.basics import Stateful, noop, patch
+from fastcore.basics import noop, patch
 
 from ..base import group
 from ..base.checks import bind_arguments, check_all
@@ -26,7 +26,6 @@ from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_result, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
-from ..payload.state import own_memory
 from ..process.worker import Surroundings, resolve_function
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
@@ -111,41 +110,12 @@ def _from_users_code(e):
     return e.with_traceback(None if isinstance(e, SyntaxError) else tb or e.__traceback__)
 
 # %% ../../nbs/cluster/651_cluster.ipynb #646be7d7
-_getstate = Stateful.__getstate__
-
-def _getstate_with_lists(self):
-    "A `Stateful.__getstate__` that keeps lists among the attributes which the class leaves out"
-    lists = {k:v for k,v in vars(self).items() if k in self._stateattrs and isinstance(v, list)}
-    return _getstate(self) | lists
-
-@contextmanager
-def with_lists():
-    """Context manager: inside, lists that a class of fastai's leaves out of its pickles
-    (`_stateattrs`) are pickled, too"""
-    Stateful.__getstate__ = _getstate_with_lists
-    try: yield
-    finally: Stateful.__getstate__ = _getstate
-
 def push_job(
     ctx,
     obj # Dict with `objs`: a dict from name to object
 ):
     "Put objects into this worker's namespace"
-    _let_grow(obj['objs'])
     with worker_namespace(ctx) as ns: ns.update(obj['objs'])
-
-def _let_grow(objs):
-    "Have tensors and arrays of a dict of received objects own their memory, so that they can grow"
-    found = {}      # id -> object: of `objs`, and of the lists, tuples and dicts in it
-    todo = [objs]
-    while todo:
-        o = todo.pop()
-        if id(o) in found: continue
-        found[id(o)] = o
-        items = o.values() if isinstance(o, dict) else o if isinstance(o, (list,tuple)) else ()
-        # items of long lists stay views of one buffer, to save memory
-        if len(items) <= 1000: todo.extend(items)
-    own_memory(found.values())
 
 def pull_job(
     ctx,
@@ -154,7 +124,7 @@ def pull_job(
     """Return objects of this worker as `(pickle, buffers)`, which the notebook loads; None on other
     ranks. Refuse names that the worker doesn't have, and objects that can't be pickled"""
     if ctx.rank != obj['rank']: return None
-    with worker_namespace(ctx) as ns, with_lists():
+    with worker_namespace(ctx) as ns:
         missing = [o for o in obj['names'] if o not in ns]
         if missing:
             raise CantDistribute(
@@ -343,7 +313,7 @@ def push(self:Cluster,
     """Copy objects into every worker's namespace, under these names. Refuse what can't be
     pickled, by its name"""
     objs = (objs or {}) | kwargs
-    with with_lists(): payload = dump_with_patches(dict(objs=objs), objs)
+    payload = dump_with_patches(dict(objs=objs), objs, with_settings=False)
     self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
 
 @patch
@@ -362,7 +332,6 @@ def pull(self:Cluster,
     meta,buffers = results[rank]
     device = current_device() if group.n_gpus() else torch.device('cpu')
     objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
-    _let_grow(objs)
     package = APPS[self.app]
     if not package: return objs
     for o in objs.values():

@@ -17,7 +17,7 @@ from .loaders import (
     dl_state, follow_original, order_holders, set_dl_state, shard_batches, shard_dl, why_whole)
 from .step import trained_beside
 from ..payload.state import move_opt_state
-from ..shard.gradients import average_grads, has_values
+from ..shard.gradients import average_grads, have_values
 from ..shard.loss import loss_module
 from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, original, write_back
@@ -190,7 +190,7 @@ class SameModel(OurCallback):
         """Average gradients that no step used, and compare the weights of an epoch that was cut
         off. `as_one_process` calls it on every rank, after fastai's `fit`"""
         params = [p for _,p in named_params(self.learn)]
-        has_grads = any(p.grad is not None and has_values(p.grad) for p in params)
+        has_grads = have_values([p.grad for p in params if p.grad is not None])
         result = self.together.meet_last(grads=has_grads, uncompared=self.weights_may_differ)
         self.has_unused_grads = result.sum('grads') > 0
         if self.has_unused_grads: average_grads(params)

@@ -28,11 +28,9 @@ from .step import StepSync
 from .events import runs_user_code
 from .learner import OPTIONS
 from ..base.scoped import with_attrs
-from . import snapshot
-from .snapshot import copy_of
+from .snapshot import copy_of, left_out
 from ..output.replay import suppress_lines
-from ..payload.changes import apply_changes
-from ..payload.state import get_hooks
+from ..payload.places import Places
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
@@ -40,8 +38,7 @@ from ..shard.trees import tensors_in
 #   copy_of(learn)    -> a copy over the same datasets, without callbacks that write or show
 #   _distrib_ctx      a block, whose `fit` runs on workers, with `NoteSteps` as with a callback of
 #                     the user's. In the end rank 0's state, that of `NoteSteps`, too, is put into
-#                     the notebook's objects: by `snapshot.apply`, which calls
-#                     `snapshot.apply_changes`
+#                     the notebook's objects, but for those that are `unchanged` in its `Session`
 #   CommonRNG         `capture()` notes this process's random streams, `install()` restores them
 #   StepSync.losses   a rank's `Losses`: they say how they combine, and whether they are averages
 #   part_of           this rank's part of a batch; `counted()` has what counts of it
@@ -182,9 +179,11 @@ def _train_both(on_workers, in_one, steps, options):
     many,one = NoteSteps(steps),NoteSteps(steps)
     streams = CommonRNG.capture()
     try:
-        # the state of the workers is applied in here, when the fit has ended
-        with with_attrs(snapshot, apply_changes=_put_back_objects):
-            with on_workers._distrib_ctx(**options): on_workers.fit(1, cbs=[many])
+        with on_workers._distrib_ctx(**options):
+            # variables of cells and data sets: the second copy begins with the same values
+            session = getattr(vars(on_workers).get('fit'), '__self__', None)
+            if session: session.unchanged = _objects_of(on_workers) & _objects_of(in_one)
+            on_workers.fit(1, cbs=[many])
         # one process takes the global batches, of all workers' items; a validation has the loader's
         for dl in in_one.dls.loaders[:1] if options['batch'] == 'per_worker' else ():
             dl.bs *= many.n_ranks
@@ -194,10 +193,9 @@ def _train_both(on_workers, in_one, steps, options):
     finally: streams.install()
     return many, one
 
-def _put_back_objects(groups, found, reached=()):
-    """As `apply_changes`, but variables of cells, such as a counter, and what they hold keep their
-    values: the second copy begins with the same ones."""
-    return apply_changes(groups, dict(found, variables=[]))
+def _objects_of(learn):
+    "Return the ids of all objects of a learner's graph"
+    return {*map(id, Places(learn, left_out).walk().objects.values())}
 
 # %% ../../nbs/fastai2/731_check.ipynb #88e4b8ec
 # Names under which layers that draw random numbers keep their probability
@@ -264,7 +262,8 @@ def reasons_for(learn,
             "it may act on what a worker sees, its part of each batch, or draw random numbers. "
             "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
             "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
-    if get_hooks([*learn.model.parameters()])[1]:
+    if any(getattr(p, k, None) for p in learn.model.parameters()
+           for k in ('_backward_hooks','_post_accumulate_grad_hooks')):
         reasons['hooks of parameters'] = Reason(
             "they act on each worker's gradient, before the mean over workers. Where that matters "
             "(a clamp), change p.grad in a callback's before_step")

@@ -83,11 +83,11 @@ class GlobalLoss:
         self.value = self.learn.loss = value.to(loss.dtype) if on_device else loss.new_tensor(value)
     def _sum_on_device(self, value, divisor):
         "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
-        sums = torch.zeros(2, dtype=torch.float64, device=self.device)
-        sums[0] = value
-        sums[1] = divisor
+        # a number is filled in there; to copy it, the host would wait
+        sums = torch.stack([o if isinstance(o, torch.Tensor)
+                            else torch.full((), o, device=self.device) for o in (value, divisor)])
         group.sum_(sums)
-        return sums.float()
+        return sums
 
     def scaled(self,
         loss, # That of a backward pass
@@ -104,7 +104,7 @@ class GlobalLoss:
         any_counts = self.part.divisor > 0
         for t in tensors_in(self.learn.pred) if first and self._has_class_weights() else ():
             if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-        return torch.where(any_counts, loss, 0.)*self.scale
+        return torch.where(any_counts, loss, self.part.divisor)*self.scale
     def _has_class_weights(self):
         weights = class_weights(self.call.user_func())
         return weights is not None and weights.weight is not None

@@ -6,30 +6,36 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #bd6f0e52
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
 from fastcore.basics import noop, patch, store_attr
 
+from ..base import group
+from ..base.device import OutOfMemory, device_module
+from ..base.errors import MEMORY_NOTE
 from ..base.failure import item_name
 from .clock import resource_use
 from .events import OurCallback
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state
-from .parts import all_cbs, place_dl
 from .resume import ResumeFit
 from .snapshot import (
-    apply, baseline, capture, loader_refs, persistent_refs, snapshot, unpack)
+    Changes, all_cbs, apply, place_dl, root_of, snapshot, unpack)
+from .batch import step_of
 from ..launch.session import Call
-from ..launch.training import (
-    Progress, cbs_of_rank, is_rank0_only, open_run, until_interrupted, wants_no_lines, whereabouts)
+from fastddp.launch.training import (
+    Progress, cbs_of_rank, has_kind, is_rank0_only, open_run, until_interrupted, wants_no_lines,
+    whereabouts)
 from ..output.replay import suppress_lines
-from ..shard.sharded import batch_items
+from ..payload.places import Places
+from ..shard.sharded import batch_items, original
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
 # Used here, of `launch.training`:
@@ -41,7 +47,7 @@ from ..shard.sharded import batch_items
 #   open_run(run_id)    -> context manager in which rank 0 logs to the notebook's W&B run
 # of `snapshot`:
 #   snapshot, unpack    a learner to a `Payload` in the notebook, and back on a rank
-#   baseline, capture   note what a learner holds, and return what has changed since
+#   Changes             notes what a learner holds; `capture` returns what has changed since
 #   apply               puts that into the notebook's learner
 
 class NoteProgress(OurCallback):
@@ -147,21 +153,21 @@ class EndOfAll(OurCallback):
         if len(self.noted.fits) == 1: self.keep()
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #277f9590
-class Changes:
-    "Notes what a learner holds, and sends the notebook what has changed since. Only rank 0 does so"
+class Sender:
+    "Sends the notebook what a job has changed in a learner. Only rank 0 does so"
     def __init__(self, ctx, learn, cbs,
-        refs, # As of `capture`
-        **kwargs # As of `baseline`
+        edges, # Of the notebook's `Places`
+        dl=None # The loader of a validation
     ):
-        store_attr('ctx,learn,cbs,refs')
-        if ctx.rank == 0: self.base = baseline(learn, cbs, refs, **kwargs)
+        self.ctx = ctx
+        if ctx.rank: return
+        self.changes = Changes(learn, Places(root_of(learn, cbs, dl)).find(edges))
     def send(self, name,
         fit, # The `Fit`: with the state of its common random streams the notebook goes on
-        **kwargs # As of `capture`
+        **kwargs # As of `Changes.capture`
     ):
         if self.ctx.rank: return
-        rng = fit.common.state()
-        self.ctx.put(name, capture(self.learn, self.cbs, self.base, rng, self.refs, **kwargs))
+        self.ctx.put(name, self.changes.capture(fit.common.state(), **kwargs))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #14cdc997
 def call_fit(learn,
@@ -175,13 +181,61 @@ def call_fit(learn,
     kwargs = dict(cbs=of_rank) if of_rank else {}
     with learn.added_cbs(ours): type(learn).fit(learn, **kwargs, **fit_args)
 
+# %% ../../nbs/fastai2/726_jobs.ipynb #4be41a02
+def _nbytes(tensors): return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
+
+def memory_advice(
+    learn, # In a batch, on a rank with a GPU
+    peak # The most bytes that were used on the GPU
+):
+    "Return `MEMORY_NOTE` and what takes a GPU's memory and what would take less, as one line"
+    model,opt,n = learn.model,learn.opt,group.world_size()
+    weights = _nbytes([*model.parameters(), *model.buffers()])
+    grads = _nbytes(p for p in model.parameters() if p.requires_grad)
+    state = _nbytes(v for st in getattr(opt, 'opt', opt).state.values() for v in st.values())
+    step = step_of(learn)
+    batch = max(peak-weights-grads-state-(n > 1)*grads, 0)
+    parts = dict(weights=weights, gradients=grads, optimizer=state)
+    if n > 1: parts["DDP's buckets"] = grads
+    parts[f"activations of {step.n_fed} items"] = batch
+    taken = ', '.join(f"{k} {v/2**20:,.0f} MB" for k,v in parts.items())
+    less = _less_per_item(learn, step)
+    if opt.frozen_idx == 0 and len(opt.param_lists) > 1:
+        # first what takes more now
+        less.insert(len(less) if batch > weights+state else 0,
+                    "learn.freeze(): trains the last layers only")
+    return f"{MEMORY_NOTE}{taken}. Less takes: {'; '.join(less)}."
+
+def _less_per_item(learn, step):
+    "Return lines with which the items of a batch take less memory, as a list"
+    bs = getattr(original(learn.dls.loaders[0]), 'bs', 0) or 0
+    less = []
+    if bs > 1:
+        accumulates = has_kind(learn.cbs, 'GradientAccumulation')
+        same = f" with cbs=GradientAccumulation({step.total}), the same steps"
+        less.append(f"learn.dls.train.bs = {bs//2}{'' if accumulates else same}")
+    if not has_kind(learn.cbs, 'MixedPrecision'): less.append("learn.to_bf16()")
+    # of transformers' and of timm's models
+    calls = dict(
+        gradient_checkpointing_enable="(gradient_checkpointing_kwargs=dict(use_reentrant=False))",
+        set_grad_checkpointing="()")
+    found = [(name,k) for name,m in learn.model.named_modules() for k in calls if hasattr(m, k)]
+    for name,k in found[:1]:
+        owner = f"learn.model.{name}" if name else "learn.model"
+        less.append(f"{owner}.{k}{calls[k]}: computes activations again in the backward pass")
+    return less
+
 # %% ../../nbs/fastai2/726_jobs.ipynb #75c6fcfe
 def _train(ctx, noted, learn,
     fit # Called without arguments
 ):
-    "Call `fit()`. If it fails, note the place and the items for the report"
+    "Call `fit()`. If it fails, note the place, the items and `memory_advice` for the report"
     try: fit()
-    except (Exception,SystemExit):
+    except (Exception,SystemExit) as e:
+        # (notes: not before Python 3.11.) The user's error is worth more than advice that fails
+        with suppress(Exception):
+            if isinstance(e, OutOfMemory):
+                e.add_note(memory_advice(learn, device_module().max_memory_allocated()))
         ctx.where = noted.where()
         ctx.items = noted.items(learn)
         raise
@@ -193,26 +247,24 @@ def _train(ctx, noted, learn,
 #     fit_args        arguments of `fit`, by name, without `cbs`
 #     keeps_epochs    False: nothing is sent before the end
 #     wandb_run       as of `notebook_run`
-#     resumed         `first_epoch` and `lists` of `ResumeFit`, as a dict; None: it begins anew
+#     resumed         `first_epoch` of `ResumeFit`; None: the fit begins anew
 
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank; return the `Progress` as a dict"
     ctx.reset_memory_peak()
     learn,cbs,call = unpack(obj, ctx.device)
-    refs = persistent_refs(learn, cbs)
     sent_cbs = all_cbs(learn, cbs)
-    changes = Changes(ctx, learn, cbs, refs, made=obj['made'],
-                      definitions=obj['definitions'])
+    changes = Sender(ctx, learn, cbs, obj['edges'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
     with (suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
-        keep = partial(changes.send, 'epoch', fit) if call['keeps_epochs'] else noop
+        keep = partial(changes.send, 'epoch', fit, ended=False) if call['keeps_epochs'] else noop
         ours = [noted, EndOfAll(noted, keep)]
-        if call['resumed']:
-            resume = ResumeFit(learn, sent_cbs, refs, **call['resumed'])
+        if call['resumed'] is not None:
+            resume = ResumeFit(learn, sent_cbs, call['resumed'])
             ours.append(resume)
             # these are removed while a callback of rank 0 predicts alone: `before_fit` of `resume`
             # must not be called by that. `noted` and `EndOfAll` stay, and count it as an inner fit
@@ -222,8 +274,7 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
-    changes.send('cut' if interrupted else 'state', fit, grads=fit.same_model.has_unused_grads,
-                 ended=True)
+    changes.send('cut' if interrupted else 'state', fit, grads='all' if fit.same_model.has_unused_grads else 'zeros')
     report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 
@@ -264,7 +315,7 @@ def infer_job(ctx, obj):
     ctx.reset_memory_peak()
     learn,_,call = unpack(obj, ctx.device)
     dl = _sent_loader(learn, call, ctx.device)
-    changes = Changes(ctx, learn, (), loader_refs(learn, dl), definitions=obj['definitions'])
+    changes = Sender(ctx, learn, (), obj['edges'], None if isinstance(call['dl'], int) else dl)
     noted = NoteProgress(ctx)
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
@@ -275,7 +326,7 @@ def infer_job(ctx, obj):
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
-    changes.send('state', fit, weights=False, ended=True)
+    changes.send('state', fit, weights=False)
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4a1dcf25
@@ -311,12 +362,11 @@ class InferCall(Call):
         # one of the learner's loaders is sent as its index
         dl = next((i for i,o in enumerate(loaders) if o is self.dl), self.dl)
         with _without_dataset(dl, loaders if session.dls_factory else ()) as i:
-            return snapshot(self.learn, (), dict(dl=dl, dataset=i), session.model_factory,
-                            session.dls_factory, training=False, columns=session.columns,
-                            definitions=self.definitions)
-    def apply(self, meta, buffers):
-        apply(self.learn, (), meta, buffers, refs=loader_refs(self.learn, self.dl),
-              definitions=self.definitions)
+            payload,self.places = snapshot(
+                self.learn, (), dict(dl=dl, dataset=i), session.model_factory, session.dls_factory,
+                training=False, dl=None if isinstance(dl, int) else dl, columns=session.columns)
+            return payload
+    def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b9e92599
 @patch

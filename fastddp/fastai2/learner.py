@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.checks import check, check_all
+from ..base.checks import Check, bind_arguments, check, check_all, is_whole
 from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
@@ -23,7 +23,7 @@ from .learner_job import start_job
 from .loaders import with_loaders
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
-    checkpoint_writer, claimed_file, resume_points)
+    checkpoint_writer, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
@@ -47,6 +47,7 @@ from ..shard.gradients import DDP_CHECKS
 #                       the same file
 #   Session             its `fit` and `validate` send calls to the workers; `on_epoch` functions are
 #                       called in the notebook when an epoch's state has arrived
+#   load_weights        for `learn.distrib_load`
 #   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
 #   start_job           starts a `LearnerJob` of the call and returns it, while that goes on
 #
@@ -151,6 +152,16 @@ warnings.filterwarnings('ignore', r'You are shadowing an attribute \(distrib')
 # %% ../../nbs/fastai2/730_learner.ipynb #8ef4e528
 _INFERS = 'validate','get_preds','tta'      # methods that train nothing
 
+def _check_loader(learn, name, args, kwargs):
+    "Raise `CantDistribute` for a loader that there isn't, as an argument of a method in `_INFERS`."
+    bound = bind_arguments(getattr(learn, name), args, kwargs)
+    n = len(getattr(learn.dls, 'loaders', ()))
+    valid = dict(ds_idx=Check(f"the position of a loader in learn.dls, which has {n}",
+                              lambda v: not n or is_whole(v, -n, n-1)),
+                 dl=Check("a DataLoader, such as learn.dls.test_dl(items)",
+                          lambda v: v is None or hasattr(v, '__iter__') and not isinstance(v, str)))
+    check_all(bound.arguments if bound else {}, valid)
+
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
@@ -161,6 +172,7 @@ def distrib(self:Learner,
     wait = options.pop('wait', True)
     offload = options.pop('offload', False)
     _check_wait(wait, offload)
+    if name in _INFERS: _check_loader(self, name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS, offload)
     with self._distrib_ctx(**options): return user_call.run(self)
@@ -176,7 +188,8 @@ def distrib_resume(self:Learner,
     epoch.
 
     With `file`, in a new kernel, make the learner as before: a checkpoint of another model, data or
-    optimizer is refused. Its pickles are loaded, so open files of your own only.
+    optimizer is refused, and so is a damaged one. Its pickles are loaded, which can run any code:
+    open only files of people whom you would let run cells. `distrib_load` loads no pickle.
 
     Returns what that call returns. The learner is then as after a fit without interruption.
 
@@ -192,6 +205,15 @@ def distrib_resume(self:Learner,
         call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
+
+@patch
+def distrib_load(self:Learner,
+    file='distrib' # A checkpoint, as for `distrib_resume`
+):
+    """Put the weights of a checkpoint into the model, and nothing else. No code of the file runs.
+    Returns the learner, as `learn.load`. Raises `CantDistribute` for another model's file."""
+    load_weights(self, file)
+    return self
 
 # %% ../../nbs/fastai2/730_learner.ipynb #4aeabf61
 _AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is

@@ -6,64 +6,48 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a004
-import copy, threading
+import copy, threading, zlib
 from contextlib import ExitStack
 
-from fastai.callback.core import Callback
+import torch
 from fastcore.basics import patch
-from fastcore.foundation import L
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
-from ..base.rng import streams_apart
+from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import with_attrs
 from .session import reports
 from .resume import resume_points
-from .parts import PARTS
-from .snapshot import apply, baseline, capture, persistent_refs, twin
+from .snapshot import Changes, apply, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
 from ..launch.session import offloaded, on_gpus
 from ..output.replay import print_line
-from ..payload.changes import fingerprint
-from ..payload.pickling import replaced_in_dumps
-from ..payload.state import opt_tensors, private_copy
+from ..payload.pickling import private_copy, replaced_in_dumps
+from ..payload.state import opt_tensors
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
-class Twin:
+class JobTwin:
     """A copy of a learner, and of a call with it, for a job. It notes what the copy holds at first;
     `capture` returns what the call has changed."""
     def __init__(self, learn,
         user_call # The `UserCall` of `learn`
     ):
-        args = dict(args=user_call.args, kwargs=user_call.kwargs)
-        self.learn,args = twin(learn, args)
-        self.call = _with_args(user_call, **args)
-        self.cbs = _callbacks_of(self.call)
-        self.refs = persistent_refs(self.learn, self.cbs)
-        self.baseline = baseline(self.learn, self.cbs, self.refs)
+        made = twin(learn, dict(args=user_call.args, kwargs=user_call.kwargs))
+        self.learn = made.learn
+        self.call = _with_args(user_call, **made.call)
+        self.original = made.original       # the places of `learn`
+        self.changes = Changes(made.learn, made.places)
         # Pairs: an object of the original, and the same object of the twin. Code of cells that
         # uses the one, such as a loss with a global variable `model`, gets the other on a worker
-        original_refs = persistent_refs(learn, _callbacks_of(user_call))
-        self.counterparts = [*zip(original_refs, self.refs)]
+        self.counterparts = [(a, made.places.objects[i]) for i,a in made.original.objects.items()
+                             if made.places.objects.get(i, a) is not a]
     def capture(self, streams, trains):
         """Return what the call has changed, for `apply`; `streams` is the state of the random
         streams at its end."""
-        # as of `capture`: None for inference, in which no fit has ended
-        grads = True if trains else None
-        state = capture(self.learn, self.cbs, self.baseline, streams, self.refs, weights=trains,
-                        grads=grads)
-        return private_copy(*state)
-    def original_of(self, o):
-        "Return the original of the twin's object `o`; `o` itself if that has none."
-        return next((a for a,b in self.counterparts if b is o), o)
-
-def _callbacks_of(user_call):
-    "Return the callbacks among the arguments of a `UserCall`."
-    args = *user_call.args, *user_call.kwargs.values()
-    return [cb for v in args for cb in L(v) if isinstance(cb, Callback)]
+        return self.changes.capture(streams, weights=trains, grads='all')
 
 def _with_args(user_call, args, kwargs):
     "Return a copy of a `UserCall` that has these arguments."
@@ -94,8 +78,10 @@ def _as_written(user_call):
 
 def _state_hash(learn):
     "Return a hash of the weights and the optimizer's state, to tell whether they were changed."
-    tensors = [*learn.model.parameters(), *opt_tensors(learn.opt)]
-    return fingerprint([t.detach() for t in tensors])
+    res = 0
+    for t in (*learn.model.parameters(), *opt_tensors(learn.opt)):
+        res = zlib.crc32(t.detach().cpu().flatten().view(torch.uint8).numpy(), res)
+    return res
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729004
 # What the two `ExitStack`s of a job hold, and how long:
@@ -113,9 +99,8 @@ class LearnerJob(BackgroundJob):
                         `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
         until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
                         refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
-        twin, epoch, parts_at_start
-                        large objects, which `bring` drops"""
-    # The twin's last complete epoch, `(callbacks, state)` of `_put_state`; None before that
+        twin, epoch     large objects, which `bring` drops"""
+    # The twin's last complete epoch, its `FitCall` and the state; None before that
     epoch = None
     def __init__(self, learn,
         user_call, # The `UserCall` to make
@@ -127,13 +112,10 @@ class LearnerJob(BackgroundJob):
         self.user_call = user_call
         self.trains = trains
         self.until_result = until_result
-        self.twin = Twin(learn, user_call)
+        self.twin = JobTwin(learn, user_call)
         self.until_end = ExitStack()
         # `_state_hash` of the learner when the job began, or at the last `pull`
         self.known_hash = _state_hash(learn)
-        # the parts of the learner that the notebook may replace while the job runs
-        self.parts_at_start = dict(dls=learn.dls, loss_func=learn.loss_func, opt=learn.opt,
-                                   cbs=learn.cbs.copy(), _metrics=learn._metrics.copy())
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
 def _session_of(learn):
@@ -174,8 +156,7 @@ def _keep_epoch(self:LearnerJob,
 ):
     "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
     if fit_call.counts_steps: return
-    # a callback that the twin's method made itself, such as a scheduler, has no original
-    self.epoch = [*map(self.twin.original_of, fit_call.cbs)], private_copy(*end)
+    self.epoch = fit_call, private_copy(*end)
 
 @patch
 def _end(self:LearnerJob):
@@ -191,40 +172,21 @@ def refuse_fit(self:LearnerJob, *args, **kwargs):
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729016
 @patch
-def _target(self:LearnerJob, into, force):
-    """Return the learner that is to get a state: `into`, or the original. Raise
-    `CantDistribute` if the original was changed meanwhile, unless `force`."""
-    learn = into or self.original
+def _target(self:LearnerJob, force):
+    """Return the learner that is to get a state. Raise `CantDistribute` if it was changed
+    meanwhile, unless `force`."""
+    learn = self.original
     if not self.trains: return learn
     if not learn.opt: learn.create_opt()
-    if into is None and not force and _state_hash(learn) != self.known_hash:
+    if not force and _state_hash(learn) != self.known_hash:
         raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
                              "changed since it began, or since the last pull(). force=True "
-                             "overwrites them; into=other puts the result into another "
-                             "learner.")
+                             "overwrites them.")
     return learn
-
-@patch
-def _put_state(self:LearnerJob, learn,
-    cbs, # Callbacks of the call, those of `learn`
-    state # As of `capture`: `(meta, buffers)`
-):
-    """Put `state` into `learn`. Changed attributes, and weights of the loss, go to the parts
-    (callbacks, loaders ...) that it had when the job began, and not to those with which the
-    notebook has replaced them. Weights of the model and the optimizer's state go into the
-    model and the optimizer that it has now."""
-    with with_attrs(learn, **self.parts_at_start if learn is self.original else {}):
-        refs = persistent_refs(learn, cbs)
-        groups = PARTS.groups(learn, cbs)
-    loss = self.parts_at_start['loss_func']
-    is_replaced = learn is self.original and learn.loss_func is not loss
-    with with_attrs(learn, **dict(loss_func=loss) if is_replaced else {}):
-        apply(learn, cbs, *state, refs=refs, groups=groups)
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729019
 @patch
 def pull(self:LearnerJob,
-    into=None, # A learner of the same kind that gets it instead
     force=False # Overwrite weights that were changed meanwhile
 ):
     """Put the last complete epoch into the learner, while the job trains on. Raises
@@ -234,23 +196,25 @@ def pull(self:LearnerJob,
         why = ("result() has already put what was trained into a learner" if self._brought
                else "no epoch is complete yet")
         raise CantDistribute(f"{self.title()}: {why}.")
-    learn = self._target(into, force)
+    learn = self._target(force)
+    fit_call,state = self.epoch
     # `apply` installs random streams: not those of the notebook, while the job goes on
-    with streams_apart(): self._put_state(learn, *self.epoch)
-    if into is None: self.known_hash = _state_hash(learn)
+    with fit_call.session.applying, streams_apart():
+        fit_call.apply(*state)
+        apply(learn, *self.twin.capture(CommonRNG.capture().state(), True), self.twin.original)
+    self.known_hash = _state_hash(learn)
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729023
 @patch
-def bring(self:LearnerJob, into=None, force=False):
-    "Put the state of the twin after the call into the learner, or into `into`; for `result`."
+def bring(self:LearnerJob, force=False):
+    "Put the state of the twin after the call into the learner; for `result`."
     # a job that `then` made is refused after `start` has returned it: nothing was trained
     if self.state == 'refused': return self.until_result.close()
     # first: what is refused here can be called again, and the hash is of weights on the CPU
-    learn = self._target(into, force)
+    learn = self._target(force)
     self.until_result.close()
     copied = self.twin.learn
-    state = self.twin.capture(self._streams, self.trains)
-    self._put_state(learn, _callbacks_of(self.user_call), state)
+    apply(learn, *self.twin.capture(self._streams, self.trains), self.twin.original)
     if copied in reports: reports[learn] = reports[copied]
     # `distrib_resume` of the learner continues a fit of the twin that was cut off
     if self.trains: resume_points.pop(learn, None)
@@ -258,7 +222,7 @@ def bring(self:LearnerJob, into=None, force=False):
         resume_points[learn] = _with_args(self.twin.call, self.user_call.args,
                                           self.user_call.kwargs)
     # a variable of the notebook may hold the job, which needs none of these any more
-    self.twin = self.epoch = self.parts_at_start = None
+    self.twin = self.epoch = None
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextvars, json, os, re, time, warnings, weakref
+import contextvars, re, time, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -15,32 +15,19 @@ from typing import NamedTuple
 from fastai.callback.core import CancelEpochException
 from fastcore.basics import store_attr
 from fastcore.foundation import L
+import numpy as np, torch
 
 from ..base.checks import Check
-from ..base.device import device_of
 from ..base.errors import CantDistribute
-from ..base.rng import CommonRNG
 from ..base.scoped import with_context
 from .events import OurCallback
-from .parts import CALLBACK_STAYS, all_cbs
-from .snapshot import apply, baseline, capture, persistent_refs
-from ..payload.changes import definition_key, find_definition
+from .snapshot import SavedGraph, left_out, named_parts
+from ..payload.changes import Kept, overwrite, read_bytes
 from ..payload.pickling import dump, load
-from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_copy
+from ..payload.pieces import first_whole, write_pieces
+from ..payload.state import model_tensors
 
 # %% ../../nbs/fastai2/724_resume.ipynb #e7726939
-# Used here, mostly of `snapshot`:
-#   capture           returns a learner's state as a `Payload`, `(meta, buffers)`: all of it, since
-#                     the `baseline` here has no `refs`, not only what has changed
-#   apply             puts such a state into a learner and its callbacks, in place
-#   persistent_refs   the objects of a learner that a pickle refers to by their index in this list;
-#                     so the learner that loads it must be of the same structure
-#   dump, load        an object to a `Payload` and back, with such a list
-#   EpochEnd          the state that rank 0 has captured at the end of an epoch, also `(meta,
-#                     buffers)`. Workers write to the buffers again: `private_copy` copies them
-#   definition_key    names a function or class of a cell, which `find_definition` finds by that
-#   CALLBACK_STAYS    names of attributes of callbacks that aren't part of a state
-#
 # All is in the notebook's process, except `ResumeFit`, and without collectives. In this module:
 #
 #   structure_of        when a state fits a learner
@@ -48,7 +35,8 @@ from ..payload.state import deep_copy, model_tensors, picklable_attrs, private_c
 #                       and `restore` for each fit of it, then `FitCall` `complete` or `cut_off`
 #   call_to_resume      for `learn.distrib_resume()`: the call that is made again
 #   ResumeFit           on each rank, lets fastai's loop begin with an epoch in the middle
-#   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it
+#   write_checkpoint    the file of a checkpoint; `read_checkpoint` reads it, and `load_weights` the
+#                       weights alone
 #   claimed_file        a block with `checkpoint=` is inside it, and has a `checkpoint_writer`
 #   call_from_file      for `learn.distrib_resume(file)`: the call that `dump_call` has saved
 
@@ -61,9 +49,7 @@ def structure_of(learn):
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
-    # without `learn.opt`, which is None before the first fit
-    parts = [f'{type(o).__module__}.{type(o).__qualname__}' for o in persistent_refs(learn)
-             if o is not learn.opt]
+    parts = [f'{type(o).__module__}.{type(o).__qualname__}' for o in named_parts(learn).values()]
     opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
                 parts=parts, data=data, optimizers=[getattr(opt_func, '__qualname__', None)])
@@ -89,24 +75,12 @@ class ResumePoint(NamedTuple):
     "Where a user call continues when it is made again"
     n_complete:int=0        # so many of its first fits are complete, and are not repeated
     structure:dict=None     # `structure_of` the learner when the last of its fits ended
-    # The state from which the next fit continues, `(meta, buffers)` of `capture`; None: that fit
-    # begins anew
-    state:tuple=None
+    # The state from which the next fit continues; None: that fit begins anew
+    state:SavedGraph=None
     # True: `state` is the end of an epoch, and the fit continues with the next one. False: it
     # continues with `first_epoch`; None is the first one of fastai's `fit`
     is_epoch_end:bool=False
     first_epoch:int=None
-    # Functions and classes of cells whose variables are in `state`, each as a function that returns
-    # it, or None if there is none any more (a weak reference, say)
-    definitions:list=()
-    @classmethod
-    def after_epoch(cls, n_complete, structure, state, definitions):
-        "Return where a fit continues with the epoch after `state`, which is the end of one"
-        return cls(n_complete, structure, state, True, None, definitions)
-    @classmethod
-    def at_epoch(cls, n_complete, structure, state, first_epoch, definitions):
-        "Return where a fit continues that was in `state` at the beginning of `first_epoch`"
-        return cls(n_complete, structure, state, False, first_epoch, definitions)
 
 # learner -> the `UserCall` that `distrib_resume` makes again. `UserCall` makes and deletes the
 # entries; so do `distrib_resume(file)`, and `LearnerJob` when its result is brought
@@ -158,27 +132,20 @@ class UserCall:
         point = self.point
         was_cut_off = point.state is not None and self.n_begun == point.n_complete+1
         if not was_cut_off: return None
-        apply(learn, cbs, *point.state, definitions=[o() for o in point.definitions])
+        point.state.restore(learn, cbs)
         return learn.epoch+1 if point.is_epoch_end else point.first_epoch
     def cut_off(self, learn, cbs,
         epoch_end, # The state of the last complete epoch, an `EpochEnd`; None: capture `learn`
         first_epoch, # With `epoch_end=None`: the epoch at whose beginning `learn` is, or None
-        definitions # Functions and classes of cells, whose variables belong to the state
+        places=None # With `epoch_end`: the places of `learn`, which is as it was sent
     ):
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
         n_complete = self.n_begun-1
         structure = structure_of(learn)
-        # nearly every object of a learner refers to the learner, which the point mustn't keep alive
-        refs = [*map(weakref.ref, definitions)]
-        if epoch_end is not None:
-            self.point = ResumePoint.after_epoch(n_complete, structure, private_copy(*epoch_end),
-                                                 refs)
-        else:
-            tracker = baseline(learn, cbs, definitions=definitions)
-            state = capture(learn, cbs, tracker, CommonRNG.capture().state(),
-                            persistent_refs(learn, cbs))
-            self.point = ResumePoint.at_epoch(n_complete, structure, private_copy(*state),
-                                              first_epoch, refs)
+        has_end = epoch_end is not None
+        state = SavedGraph.of(learn, cbs, epoch_end, places if has_end else None).copy()
+        first_epoch = None if has_end else first_epoch
+        self.point = ResumePoint(n_complete, structure, state, has_end, first_epoch)
         resume_points[learn] = self
     def complete(self, learn):
         "Make the resume point of `learn`: the current fit is complete, the next one begins anew."
@@ -198,14 +165,6 @@ def call_to_resume(learn):
 # %% ../../nbs/fastai2/724_resume.ipynb #c51f3906
 # 3. A resumed fit
 
-def recorder_lists(learn, cbs):
-    """Return for each callback a dict of the attributes that its pickle lacks (those in fastai's
-    `_stateattrs`): the lists of the Recorder. `FitCall` sends them to `ResumeFit` beside it."""
-    def lists_of(cb):
-        names = {*getattr(cb, '_stateattrs', ())} - CALLBACK_STAYS
-        return {k:v for k,v in vars(cb).items() if k in names}
-    return [lists_of(cb) for cb in all_cbs(learn, cbs)]
-
 class ResumeFit(OurCallback):
     """Lets a fit on a rank begin with epoch `first_epoch`. When `fit_job` makes it, just before
     fastai's `fit`, the learner is as it was at the beginning of this epoch; after `before_fit` of
@@ -216,18 +175,13 @@ class ResumeFit(OurCallback):
     order = 3_000_000       # after `before_fit` of all others
     def __init__(self, learn,
         cbs, # The learner's and the fit's callbacks that the notebook sent
-        refs, # As of `persistent_refs`
-        first_epoch,
-        lists # `recorder_lists` of `cbs`
+        first_epoch
     ):
         self.resumed_cbs = cbs
         self.saved_train_iter = getattr(learn, 'train_iter', 0)
-        for cb,o in zip(cbs, lists): vars(cb).update(o)
-        def attrs_of(cb):
-            attrs = {k:v for k,v in vars(cb).items() if k not in CALLBACK_STAYS and v is not None}
-            return picklable_attrs(attrs, refs)
-        # The attributes of each callback as they are now; `before_fit` empties lists in place
-        self.saved_attrs = deep_copy([*map(attrs_of, cbs)], refs, device_of(learn.model))
+        # what callbacks hold now; `before_fit` empties lists in place
+        parts = [o for o in named_parts(learn).values() if not any(o is cb for cb in cbs)]
+        self.kept = Kept([*cbs], left_out, [*parts, learn.opt])
         def do_fit():       # as fastai's `_do_fit`, which begins with epoch 0
             for learn.epoch in range(first_epoch, learn.n_epoch):
                 learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
@@ -237,7 +191,7 @@ class ResumeFit(OurCallback):
         # if a callback cancels the fit before this event, `_do_fit` stays: nothing trains this
         # rank's learner any more
         if vars(learn).pop('_do_fit', None) is None: return
-        for cb,attrs in zip(self.resumed_cbs, self.saved_attrs): vars(cb).update(attrs)
+        self.kept.undo(keeps=lambda v: v is None)
         learn.train_iter = self.saved_train_iter
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:
@@ -264,53 +218,63 @@ def checkpoint_path(learn, file='distrib'):
     p = Path(file)
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
-def _previous(path):
-    "Return the path of the checkpoint that `path` has replaced."
-    return path.with_name(path.name+'.1')
-
-# A file is a line of JSON with the structure of the learner and the sizes of all pieces in bytes,
-# then the pieces: for each payload its pickle and its buffers
+# The header of a file is the structure of the learner, and the places of the weights. Its pieces
+# are the pickle and the buffers of each payload
 def write_checkpoint(path,
     structure, # `structure_of` the learner
-    payloads # Pairs of a pickle and buffers
+    payloads, # Pairs of a pickle and buffers
+    weights={} # Name -> tensor, whose memory is one of the buffers; for `load_weights`
 ):
     "Write `payloads` to a file, which appears whole or not at all. The previous file is kept."
-    path.parent.mkdir(parents=True, exist_ok=True)
-    tmp = path.with_name(path.name+'.tmp')
-    pieces = [[meta, *buffers] for meta,buffers in payloads]
-    sizes = [[memoryview(b).nbytes for b in o] for o in pieces]
-    with open(tmp, 'wb') as f:
-        f.write(json.dumps(structure | dict(sizes=sizes)).encode()+b'\n')
-        for o in pieces: f.writelines(o)
-        f.flush()
-        os.fsync(f.fileno())
-    if path.exists(): os.replace(path, _previous(path))
-    os.replace(tmp, path)
+    pieces = [(f"{i}/{j}", b) for i,(meta,buffers) in enumerate(payloads)
+              for j,b in enumerate([meta, *buffers])]
+    names = {np.frombuffer(b, np.uint8).ctypes.data:name for name,b in pieces if len(b)}
+    places = {k:_place(t, names) for k,t in weights.items()}
+    write_pieces(path, structure | dict(n_payloads=len(payloads), tensors=places), pieces)
+
+def _place(t, names):
+    "Return where a tensor lies in a file; None if its memory isn't a piece."
+    try: piece = names.get(t.untyped_storage().data_ptr())
+    except RuntimeError: return None        # a tensor without a storage, such as a sparse one
+    dtype = str(t.dtype).removeprefix('torch.')
+    return piece and (piece, dtype, t.storage_offset(), [*t.shape], [*t.stride()])
+
+def _read_whole(path, read):
+    "As `first_whole`, which raises `CantDistribute` if there is no whole file."
+    found,reasons = first_whole(path, read)
+    if found is not None: return found
+    if not reasons: raise CantDistribute(f"No checkpoint in {path}.")
+    raise CantDistribute(f"The checkpoint can't be read. {'; '.join(reasons)}.")
 
 def read_checkpoint(path, learn):
     """Return the payloads of a checkpoint, or of the previous one if this file is damaged or
     missing. Raise `CantDistribute` if there is none, or if it is of another learner than `learn`.
     """
-    found = [p for p in (path, _previous(path)) if p.exists()]
-    for p in found:
-        payloads = _read_file(p, learn)
-        if payloads is not None: return payloads
-    if not found: raise CantDistribute(f"No checkpoint in {path}.")
-    raise CantDistribute(f"The checkpoint {' and the one before it, '.join(map(str, found))} "
-                         "can't be read: it is damaged, or no checkpoint of fastddp.")
+    def read(f):
+        check_structure(learn, f.header, path)
+        payloads = [[] for _ in range(f.header['n_payloads'])]
+        for name,*_ in f.header['pieces']: payloads[int(name.split('/')[0])].append(f.read(name))
+        return [(meta, buffers) for meta,*buffers in payloads]
+    return _read_whole(path, read)
 
-def _read_file(path, learn):
-    "Return the payloads of one file; None if it is damaged."
-    with open(path, 'rb') as f:
-        try:
-            header = json.loads(f.readline())
-            sizes = header['sizes']
-        except (ValueError,TypeError,KeyError): return None
-        check_structure(learn, header, path)
-        n_left = os.fstat(f.fileno()).st_size-f.tell()
-        if n_left != sum(map(sum, sizes)): return None      # its end is missing
-        pieces = [[bytearray(f.read(n)) for n in o] for o in sizes]
-        return [(meta, buffers) for meta,*buffers in pieces]
+def load_weights(learn, file):
+    """Put the weights of a checkpoint into the learner's model, in place. No pickle is loaded.
+    Raises `CantDistribute` as `read_checkpoint`; the data and the optimizer may be others."""
+    path,own = checkpoint_path(learn, file),model_tensors(learn.model)
+    def read(f):
+        check_structure(learn, structure_of(learn) | dict(weights=f.header['weights']), path)
+        places,storages = f.header['tensors'],{}
+        def tensor(piece, dtype, *place):
+            if piece not in storages:
+                storages[piece] = torch.frombuffer(f.read(piece), dtype=torch.uint8)
+            storage = storages[piece].untyped_storage()
+            return torch.empty(0, dtype=getattr(torch, dtype)).set_(storage, *place)
+        without = [k for k,t in own.items() if t.numel() and not places[k]]
+        if without:
+            raise CantDistribute(f"{without[0]} is a tensor of a kind that only the pickles of a "
+                                 "checkpoint hold. Use learn.distrib_resume(file).")
+        return {k:tensor(*place) for k,place in places.items() if place}
+    for k,t in _read_whole(path, read).items(): overwrite(own[k], t)
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bb9
 # 5. A block that writes checkpoints, and the call that reads one
@@ -346,14 +310,30 @@ def checkpoint_writer(
         if fit_call.counts_steps or not is_due: return      # an `lr_find` has no checkpoints
         learn = fit_call.learn
         try:
+            # with the state at the beginning of the fit, in which the learner still is here
+            state = SavedGraph.of(learn, fit_call.cbs, epoch_end, fit_call.places)
             write_checkpoint(checkpoint_path(learn), structure_of(learn),
-                             [dump_call(fit_call), epoch_end])
+                             [dump_call(fit_call), *state], weights_in(fit_call, epoch_end))
             last_written = now
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bbb
+def weights_in(fit_call, epoch_end # `(meta, buffers)` of `Changes.capture`
+):
+    """Return `{name: tensor}` of the model at the end of an epoch. They lie in the buffers of the
+    changes, or where nothing has changed, in the memory of the learner."""
+    meta,buffers = epoch_end
+    sent = {}
+    for b in read_bytes(meta):
+        storage = torch.frombuffer(buffers[b.buffer], dtype=torch.uint8).untyped_storage()
+        sent |= {i:torch.empty(0, dtype=dtype).set_(storage, *place)
+                 for i,*place,dtype in b.tensors}
+    numbers = fit_call.places.numbers
+    return {k:sent.get(numbers.get(id(t)), t.detach())
+            for k,t in model_tensors(fit_call.learn.model).items()}
+
 def dump_call(fit_call # The `FitCall` at the end of one of its epochs
 ):
     "Return the user call as a `Payload` for `call_from_file`, which continues it after this epoch."
@@ -364,17 +344,16 @@ def dump_call(fit_call # The `FitCall` at the end of one of its epochs
     has_machines = launcher and not launcher.workers_are_local
     saved = dict(call=(user_call.name,user_call.args,user_call.kwargs,options),
                  launcher_class=type(launcher).__name__ if has_machines else None,
-                 n_complete=user_call.n_begun-1,
-                 definition_keys=[*map(definition_key, fit_call.definitions)])
-    return dump(saved, persistent_refs(fit_call.learn))
+                 n_complete=user_call.n_begun-1)
+    return dump(saved, {id(o):k for k,o in named_parts(fit_call.learn).items()})
 
 def call_from_file(learn, file,
     launcher # For the option `launcher`, which isn't in the file; None: local workers
 ):
     "Return the `UserCall` of a checkpoint."
     if not learn.opt: learn.create_opt()
-    dumped_call,state = read_checkpoint(checkpoint_path(learn, file), learn)
-    saved = load(*dumped_call, refs=persistent_refs(learn))
+    dumped_call,*state = read_checkpoint(checkpoint_path(learn, file), learn)
+    saved = load(*dumped_call, known=named_parts(learn))
     user_call = UserCall(*saved['call'])
     launcher_class = saved['launcher_class']
     if launcher is not None: user_call.options['launcher'] = launcher
@@ -382,7 +361,6 @@ def call_from_file(learn, file,
     elif launcher_class and 'distrib_session' not in vars(learn):
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")
-    definitions = [partial(find_definition, o) for o in saved['definition_keys']]
-    user_call.point = ResumePoint.after_epoch(saved['n_complete'], structure_of(learn), state,
-                                              definitions)
+    state = SavedGraph(*state)
+    user_call.point = ResumePoint(saved['n_complete'], structure_of(learn), state, True)
     return user_call

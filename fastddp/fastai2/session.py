@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/727_session.ipynb #186ea489
-import contextlib, inspect, warnings, weakref
+import contextlib, inspect, threading, warnings, weakref
 
 from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder
@@ -20,9 +20,8 @@ from ..base.scoped import Interrupts
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
-from .resume import UserCall, recorder_lists
-from .parts import all_cbs
-from .snapshot import apply, name_of_loader, snapshot
+from .resume import UserCall
+from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines
@@ -84,11 +83,14 @@ class FitCall(Call):
         store_attr('cbs,asked,user_call,first_epoch')
     def snapshot(self):
         session = self.session
-        return snapshot(self.learn, self.cbs, self._for_ranks(), session.model_factory,
-                        session.dls_factory, columns=session.columns,
-                        definitions=self.definitions)
+        payload,self.places = snapshot(self.learn, self.cbs, self._for_ranks(),
+                                       session.model_factory, session.dls_factory,
+                                       columns=session.columns)
+        self.places.read_only = session.unchanged
+        return payload
     def apply(self, meta, buffers):
-        apply(self.learn, self.cbs, meta, buffers, definitions=self.definitions)
+        # a job in the background applies the end of an epoch meanwhile (`pull`)
+        with self.session.applying: apply(self.learn, meta, buffers, self.places)
         # wrong after a stop in an epoch, when nothing reads it; a fit of no epochs has no `epoch`
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
 
@@ -101,9 +103,7 @@ def _for_ranks(self:FitCall):
     asked = self.asked
     sizes = session.global_batch()
     if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
-    resumed = None if self.first_epoch is None else dict(
-        first_epoch=self.first_epoch, lists=recorder_lists(learn, self.cbs))
-    return dict(options=session.options, fit_args=asked, resumed=resumed,
+    return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
                 keeps_epochs=session.keeps_epochs,
                 wandb_run=notebook_run(all_cbs(learn, self.cbs)))
 
@@ -133,12 +133,11 @@ def describe_learner(self:FitCall):
 # %% ../../nbs/fastai2/727_session.ipynb #55fddd17
 @patch
 def save(self:FitCall,
-    epoch=None, # The last complete one, an `EpochEnd`; None: what the learner holds now
-    definitions=() # Functions and classes of cells whose variables belong to the state
+    epoch=None # The last complete one, an `EpochEnd`; None: what the learner holds now
 ):
     "Make the resume point."
     if self.counts_steps: return
-    self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, definitions)
+    self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, self.places)
     self.has_resume_point = True
 
 # %% ../../nbs/fastai2/727_session.ipynb #c934ee11
@@ -147,8 +146,7 @@ def on_success(self:FitCall, out):
     if self.counts_steps:
         # an `lr_find` that was interrupted leaves the learner unchanged
         if out.interrupted or out.cut: return
-    # with the variables of cells that were sent
-    elif out.cut: self.save(out.epoch, self.definitions)
+    elif out.cut: self.save(out.epoch)      # before the stop is applied
     else:
         self.user_call.complete(self.learn)
         self.has_resume_point = True
@@ -157,7 +155,7 @@ def on_success(self:FitCall, out):
 @patch
 def on_failure(self:FitCall, e, is_last):
     # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
-    if e.cut: self.save(e.epoch, self.definitions)
+    if e.cut: self.save(e.epoch)
     Call.on_failure(self, e, is_last)
 
 # %% ../../nbs/fastai2/727_session.ipynb #02b3c181
@@ -173,7 +171,6 @@ def resumable(self:FitCall):
     except BaseException as e:
         with Interrupts().counting():       # a second Ctrl-C can't cut this
             has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
-            # variables of cells go on as they are in the notebook
             if has_run and not self.has_resume_point: self.save()
             if not self.has_result: learn.opt = old_opt
         raise
@@ -206,6 +203,8 @@ class Session(BaseSession):
         super().__init__(*args, **kwargs)
         store_attr('model_factory,dls_factory,keeps_epochs,asked_for')
         self.reports = []       # the `Report` of each call
+        self.applying = threading.RLock()
+        self.unchanged = set()  # ids of objects that no fit of the block may change in the notebook
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
     def check(self):
         "Refuse a learner that can't train on workers"

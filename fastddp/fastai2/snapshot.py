@@ -5,104 +5,122 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #596655d7
+# %% ../../nbs/fastai2/721_snapshot.ipynb #005c5074
+import functools, pickle, types, warnings
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
+from fastai.callback.core import Callback
 from fastai.callback.tracker import TrackerCallback
+from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
+from fastai.learner import AvgLoss, Learner, Metric
+from fastai.metrics import AccumMetric
 from fastcore.basics import noop
+from torch.utils.data import DataLoader as TorchLoader
 
-from ..base.device import device_of
+from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
-from .parts import PARTS, all_cbs
+from ..launch.training import is_rank0_only, warn_of_lost
+from ..payload.changes import LEFT_OUT, Notes, apply as apply_changes, read_bytes
+from ..payload.kinds import attributes
+from ..payload.pickling import deep_copy, dump, load, private_copy
+from ..payload.places import Places
 from ..payload.sending import dump_snapshot
-from ..launch.training import dump_state, is_rank0_only, load_state, warn_of_unset
-from ..payload.changes import ChangeTracker, apply_changes, look_for_held
-from ..payload.pickling import Definitions
-from ..payload.state import (
-    deep_copy, model_tensors, opt_and_wrapped, own_memory, set_model_state, set_opt_state)
-from ..shard.sharded import is_sharded, write_back
+from ..payload.settings import Settings
+from ..payload.state import model_tensors, move_opt_state, opt_and_wrapped
+from ..shard.loss import loss_module
+from ..shard.sharded import Sharded, is_sharded, original, write_back
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #5feb3b73
-# No function here is a collective: the notebook sends and applies, each rank unpacks, and rank 0
-# captures. `twin` and `copy_of` make copies in the notebook's process.
+# %% ../../nbs/fastai2/721_snapshot.ipynb #5023bbca
+# Progress, the last batch and its graph, and what exists for the time of a fit; sharded loaders and
+# what is left of an iteration over them; the device
+_STAYS = {
+    Learner: 'logger create_mbar dl xb yb pred loss loss_grad scaler lock distrib_session',
+    Callback: 'pbar mbar old_logger autocast _state',
+    DataLoaders: 'loaders _device device',
+    DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
+    TorchLoader: '_iterator _shard',
+    Metric: 'accumulate',
+    AccumMetric: 'preds targs'}
+
+@functools.cache
+def left_out(cls):
+    "Return the names of attributes that stay on a rank, for objects of a class"
+    names = {k for c,words in _STAYS.items() if issubclass(cls, c) for k in words.split()}
+    # methods that a block or a fit overrides in the learner
+    if issubclass(cls, Learner): names |= {k for k in dir(cls) if callable(getattr(cls, k, None))}
+    return frozenset(names)
+
+def holds(objs, o):
+    "Return True if `o` is one of `objs`, compared by identity."
+    return any(o is p for p in objs)
+
+def all_cbs(learn, cbs):
+    "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
+    return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
+
+def named_parts(learn):
+    """Return `{name: object}` of the objects that a learner consists of, without its optimizer,
+    which it may not have yet. Another learner of the same structure has the same names"""
+    loaders = [*map(original, learn.dls.loaders)]
+    named = dict(learn=learn, dls=learn.dls, loss=learn.loss_func, model=learn.model)
+    named |= {('loader',i):o for i,o in enumerate(loaders)}
+    named |= {('dataset',i):getattr(o, 'dataset', None) for i,o in enumerate(loaders)}
+    named |= {('cb',i):o for i,o in enumerate(learn.cbs)}
+    named |= {('metric',i):o for i,o in enumerate(learn.metrics)}
+    named |= {('module',k):o for k,o in learn.model.named_modules()}
+    return named | {('parameter',k):o for k,o in learn.model.named_parameters()}
+
+def is_ours(v):
+    "Return True for an object, function or method of this package"
+    while isinstance(v, functools.partial): v = v.func
+    v = getattr(v, '__func__', v) if isinstance(v, types.MethodType) else v
+    module = v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__
+    return str(module).startswith('fastddp.')
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
+# The dict of a snapshot:
 #
-# Used here:
-#   PARTS.refs(learn, cbs)    the objects that both sides have; `groups` has them by part
-#   .stays_on_rank            says which attributes aren't sent back
-#   .sent, .receive           what the pickle of a learner lacks, and how a rank completes it
-#   .state, .set              weights and optimizer, which are copied in place
-#   .changes, .rest, .set_rest    everything else that has changed
-#
-#   dump_snapshot(obj, named) pickles a dict. If that fails, it looks in `named`, `{path: object}`,
-#                             and raises `NotPicklable` with the path
-#   Definitions               gets the functions and classes of cells that are pickled with it, and
-#                             in `held` the objects that callbacks, variables and so on hold, at any
-#                             depth: both sides have them, too. `look_for_held` says where to look
-#   ChangeTracker(groups)     notes what objects hold; `PARTS.changes` asks it what has changed, and
-#                             `apply_changes` makes these changes in the objects of the notebook
-#   dump_state, load_state    the captured state, in two pickles. `dump_state` adds to the second
-#                             the held objects to which changed values lead, so that those of the
-#                             notebook can take their places
+#     learn, cbs, call    the arguments of `snapshot`
+#     factories, made     what makes model and loaders there, and what the model is to have
+#     edges               the table of places
+#     rng, patches, settings      random streams and what cells set; `dump_snapshot` adds them
+def root_of(learn, cbs, dl=None):
+    """Return the object with which the graph of a learner begins. Loaders are in it by themselves:
+    in a fit `dls` has sharded ones. Those that a factory makes in the workers aren't"""
+    dls = vars(learn).get('dls')
+    return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else []]
 
-def persistent_refs(learn,
-    cbs=() # Callbacks that a fit was given
-):
-    """Return the objects that notebook and workers both have, as a list in the same order. Those of
-    the data come last: a `dls_factory` may make more or fewer of them than the notebook has."""
-    of_data = {id(o):o for o in PARTS.parts['data'].shared(learn, cbs) if o is not None}
-    others = [o for o in PARTS.refs(learn, cbs) if id(o) not in of_data]
-    return others + [*of_data.values()]
+def _model_for_factory(learn, training):
+    "Return weights and optimizer of a learner, for `_new_model`"
+    tensors = {k:t.detach() for k,t in model_tensors(learn.model).items()}
+    opts = [{k:v for k,v in attributes(o).items() if k not in ('opt','step','__class__')}
+            for o in opt_and_wrapped(learn.opt)] if training else []
+    payload = dump(opts, {id(t):k for k,t in model_tensors(learn.model).items()})
+    return dict(tensors=tensors, requires_grad=[p.requires_grad for p in learn.model.parameters()],
+                training=[m.training for m in learn.model.modules()], opts=payload.meta,
+                buffers=[pickle.PickleBuffer(b) for b in payload.buffers])
 
-def loader_refs(learn,
-    dl # The loader of a validation, which may be none of the learner's
-):
-    "Return `persistent_refs`, then `dl` and its dataset."
-    return [*persistent_refs(learn), dl, getattr(dl, 'dataset', None)]
-
-# %% ../../nbs/fastai2/721_snapshot.ipynb #67b6136a
-# In the notebook. The dict of a snapshot:
-#
-#     learn, cbs, call            the arguments of `snapshot`
-#     factories, state            what makes model and loaders there, and the weights for the model
-#     made                        names of the parts that factories make there
-#     parts                       what the pickle of the learner lacks, by part; {} for a validation
-#     rng, patches, definitions   random streams and what cells define; `dump_snapshot` adds them
-def _contents(learn, cbs, call, model_factory=None, dls_factory=None, training=True):
-    "Return the dict of a snapshot, see above. It is to be pickled inside `_as_sent`."
-    parts = PARTS.sent(learn) if training else {}
-    state = None
-    if model_factory:
-        parts.pop('hooks', None)        # they are for the notebook's parameters
-        state = PARTS.state(learn, PARTS.groups(learn, cbs))
-        if not training: del state['opt']
-    return dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-                made=_made_parts(learn, model_factory, dls_factory), parts=parts, state=state)
-
-def _made_parts(learn, model_factory, dls_factory):
-    "Return the names of the parts of which workers have other objects than the notebook sends."
-    made = ['data'] if dls_factory else []
-    if not model_factory: return made
-    of_model = {*map(id, learn.model.modules())}
-    # a loss that refers to the model is sent with a copy of it, which isn't trained there
-    has_model = any(id(o) in of_model for o in PARTS.parts['loss'].objects(learn, ()))
-    return [*made, 'model', *(['loss'] if has_model else [])]
-
-# %% ../../nbs/fastai2/721_snapshot.ipynb #793342df
 @contextmanager
-def _as_sent(obj, training=True):
-    "Inside, the learner of `obj`, which `_contents` made, lacks what isn't sent to the workers."
-    learn = obj['learn']
-    model_factory,dls_factory = obj['factories']
+def _without_last_loop(learn, dl):
+    "Inside, loaders lack what the last loop left: their order, and an iterator if it was cut off."
+    with ExitStack() as undo:
+        for o in (*learn.dls.loaders, vars(learn).get('dl'), dl):
+            if isinstance(o, DataLoader):
+                undo.enter_context(without_attrs(o, '_DataLoader__idxs', 'it'))
+        yield
+
+@contextmanager
+def _without_made(learn, model_factory, dls_factory, training):
+    "Inside, the learner lacks what workers make. For a validation its optimizer has no state."
     with ExitStack() as undo:
         enter = undo.enter_context
-        # what the last loop left: its order, and its iterator if it was interrupted
-        for o in (*learn.dls.loaders, vars(learn).get('dl'), obj['call'].get('dl')):
-            if isinstance(o, DataLoader): enter(without_attrs(o, '_DataLoader__idxs', 'it'))
         for o in () if training else opt_and_wrapped(learn.opt):
             if 'state' in vars(o): enter(with_attrs(o, state=defaultdict(dict)))
         # from here on, the learner may have no loaders and no optimizer
@@ -110,7 +128,7 @@ def _as_sent(obj, training=True):
         if model_factory: enter(without_attrs(learn, 'model', 'opt'))
         yield
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #5a6cca84
+# %% ../../nbs/fastai2/721_snapshot.ipynb #7abb5449
 def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
@@ -122,9 +140,7 @@ def _named_cbs(learn, cbs):
     places += [(f"cbs[{i}]", cb) for i,cb in enumerate(cbs)]
     return [(f"learn.{cb.name}" if by_name[cb.name] is cb else path, cb) for path,cb in places]
 
-def _named_parts(learn, cbs,
-    hooks # As of `get_hooks`
-):
+def _named_parts(learn, cbs):
     """Return `{path: object}`, the places in which to look for an object that can't be pickled. The
     error names the first path that leads to it."""
     parts = {}
@@ -137,9 +153,12 @@ def _named_parts(learn, cbs,
         parts |= {f"{path}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func,
                                                       *all_cbs(learn, cbs))}
+    hooks = [getattr(p, k, None) for p in learn.model.parameters()
+             for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
+    hooks += [v for o in opt_and_wrapped(learn.opt) for k,v in vars(o).items() if k.endswith('_hooks')]
     return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #12a941a3
+# %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
@@ -147,26 +166,26 @@ def snapshot(
     call, # What the job does with the learner: a dict, see `fit_job` and `infer_job`
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Send gradients, hooks and the optimizer's state
-    definitions=None, # Gets the notebook's `Definitions` that are sent
+    dl=None, # The loader of a validation
     **kwargs # Of `dump_snapshot`
 ):
-    "Return a `Payload` of the learner for `unpack`; `NotPicklable` names what can't be pickled."
-    obj = _contents(learn, cbs, call, model_factory, dls_factory, training)
-    definitions = Definitions() if definitions is None else definitions
-    # without the number that torch gives to the next one
-    _,hooks = obj['parts'].get('hooks', (0,{}))
-    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
-                  PARTS.refs(learn, cbs), hooks)
-    # with a factory, the paths would lead to objects that aren't sent
-    named = {} if model_factory or dls_factory else _named_parts(learn, cbs, hooks)
-    try:
-        return dump_snapshot(obj, named, _as_sent(obj, training), definitions=definitions, **kwargs)
-    except NotPicklable as e:
-        e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
-        raise
+    """Return the learner as a `Payload` for `unpack`, and its `Places` for `apply`; `NotPicklable`
+    names what can't be pickled."""
+    made = _model_for_factory(learn, training) if model_factory else None
+    with _without_last_loop(learn, dl):
+        with without_attrs(learn, 'dls', 'dl') if dls_factory else ExitStack():
+            places = Places(root_of(learn, cbs, dl), left_out).walk()
+        obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
+                   made=made, edges=places.table())
+        # with a factory, the paths would lead to objects that aren't sent
+        named = {} if model_factory or dls_factory else _named_parts(learn, cbs)
+        made_there = _without_made(learn, model_factory, dls_factory, training)
+        try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
+        except NotPicklable as e:
+            e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
+            raise
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #02d9d924
-# On each rank, before the job
+# %% ../../nbs/fastai2/721_snapshot.ipynb #5e6882db
 def _new_dls(factory):
     "Return the `DataLoaders` of a `dls_factory`; refuse anything else."
     dls = factory()
@@ -174,28 +193,41 @@ def _new_dls(factory):
     raise CantDistribute(f"dls_factory returned a {type(dls).__name__}. "
                          "It must return DataLoaders, such as dblock.dataloaders(path) gives.")
 
-def _new_model(learn, factory, state):
-    "Give `learn` the model of a `model_factory`, with weights and optimizer from `state`."
+def _new_model(learn, factory, sent):
+    "Give `learn` the model of a `model_factory`, with weights and optimizer as they were sent."
     learn.model = factory()
     learn.opt = None
-    sent = state['model']['tensors']
+    tensors = sent['tensors']
     made = model_tensors(learn.model) if isinstance(learn.model, torch.nn.Module) else {}
-    differ = [k for k in {**sent, **made} if k not in made or k not in sent
-              or made[k].shape != sent[k].shape]
+    differ = [k for k in {**tensors, **made} if k not in made or k not in tensors
+              or made[k].shape != tensors[k].shape]
     if differ:
         some = f"{', '.join(differ[:3])}{' ...' if differ[3:] else ''}"
         raise CantDistribute(f"model_factory returned a {type(learn.model).__name__} whose weights "
                              f"aren't those of learn.model: {some}. It must make the same model as "
                              "the notebook has.")
-    set_model_state(learn.model, state['model'])
+    for k,t in made.items(): t.data.copy_(tensors[k])
+    for p,requires_grad in zip(learn.model.parameters(), sent['requires_grad']):
+        p.requires_grad_(requires_grad)
+    for m,training in zip(learn.model.modules(), sent['training']): m.training = training
     learn.create_opt()
-    if state.get('opt'): set_opt_state(learn.opt, *state['opt'][0])
+    opts = load(sent['opts'], [bytearray(b) for b in sent['buffers']], known=made)
+    for o,attrs in zip(opt_and_wrapped(learn.opt), opts): vars(o).update(attrs)
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #f7f53594
+def place_dl(dl, device):
+    "Have a fastai loader put its batches on `device`; torch's loaders leave that to others."
+    if isinstance(dl, DataLoader): dl.to(device)
+
 def place(learn, device):
     """Move model, loss and optimizer state to `device`, and have the loaders put their batches
     there."""
-    PARTS.receive(learn, {}, device)
+    for dl in learn.dls.loaders: place_dl(dl, device)
+    # without loaders, as in fastai's `rank0_first`, other attributes can't be asked for
+    if learn.dls.loaders and hasattr(learn.dls, '_device'): learn.dls._device = device
+    learn.model.to(device)
+    loss = loss_module(learn.loss_func)
+    if loss: loss.to(device)
+    move_opt_state(learn.opt, device)
 
 def unpack(
     obj, # What `snapshot` has pickled: a dict
@@ -205,96 +237,170 @@ def unpack(
     learn = obj['learn']
     model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
-    if model_factory: _new_model(learn, model_factory, obj['state'])
+    if model_factory: _new_model(learn, model_factory, obj['made'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
-    # tensors and arrays that code may let grow, which shared memory can't
-    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
-    PARTS.receive(learn, obj['parts'], device)
+    place(learn, device)
     return learn, obj['cbs'], obj['call']
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #2ae50f62
+# %% ../../nbs/fastai2/721_snapshot.ipynb #7cb9a019
+class Changes:
+    "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
+    def __init__(self, learn,
+        places # Those here, by the numbers that the notebook's objects have
+    ):
+        self.learn = learn
+        self.cbs_at_start = [*learn.cbs]
+        self.temporary = ()         # callbacks that the learner has for the time of the fit
+        self.notes = Notes(places, left_out, self._of_user)
+    def _of_user(self, v):
+        "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
+        if isinstance(v, Sharded): return original(v)
+        return LEFT_OUT if is_ours(v) or holds(self.temporary, v) else v
+    def capture(self,
+        rng, # The state of the random streams that all ranks have in common
+        weights=True, # False after a validation
+        grads='zeros', # As of `Notes.dump`: accumulated gradients are sent by a fit that left some
+        ended=True # False at the end of an epoch
+    ):
+        "Return all that the job has changed, as a `Payload` for `apply`."
+        # the learner may have sharded loaders; `notes` has the original ones
+        for dl in filter(is_sharded, self.learn.dls.loaders): write_back(dl)
+        self.temporary = () if ended else [cb for cb in self.learn.cbs
+                                           if not holds(self.cbs_at_start, cb)]
+        extra = dict(rng=rng)
+        return self.notes.dump(lambda lost: extra | self._rescued(lost),
+                               grads=grads if weights else None)
+    def _rescued(self, lost):
+        "Return the weights by name if the model itself can't be sent, as an entry of `extra`"
+        paths = [self.notes.places.path(o.number, ROOT) for o in lost if o.name != 'learn']
+        is_model = any((p+'.').startswith('learn.model.') for p in paths) or any(
+            self.notes.places.objects[o.number] is self.learn and o.name == 'model' for o in lost)
+        if not is_model: return {}
+        tensors = {k:t.detach().cpu() for k,t in model_tensors(self.learn.model).items()}
+        return dict(rescued=tensors)
+
+ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #620ec8b4
 def home_of(learn):
     "Return the device to which a local fit moves the model"
     return getattr(learn.dls, 'device', None) or device_of(learn.model)
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #1d76f72d
-# Copies of a learner in the notebook's process
+def apply(learn,
+    meta, buffers, # Of the `Payload` that `capture` returned
+    places # Of the learner: those of its `snapshot`
+):
+    """Put a captured state into the learner and all else that `places` has. Warn of what couldn't
+    be sent or set. A model that couldn't be sent doesn't cost its training: its weights are in a
+    file, which the `CantDistribute` names"""
+    home = home_of(learn)
+    applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
+    if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
+    CommonRNG(applied.extra['rng']).install()
+    warn_of_lost(places, ROOT, applied)
+    if 'rescued' in applied.extra: _keep_weights(learn, applied.extra['rescued'])
+
+def _keep_weights(learn, tensors):
+    path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(tensors, path)
+    raise CantDistribute("The model that the fit has made can't be sent to the notebook, so "
+                         f"learn.model is as before. Its weights are in {path}, by name "
+                         "(torch.load); recorder, callbacks and optimizer are those of the fit.")
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f73e4c90
+class Twin(NamedTuple):
+    "A copy of a learner, and of a call, with the places of the original and its own"
+    learn:object
+    call:object
+    original:Places
+    places:Places
+
+def _datasets(learn): return [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
+
 def twin(
     learn,
     call, # An object that is copied together with the learner, and may refer to parts of it
     device='cpu' # Of the copy
 ):
-    "Return `(copy of learn, copy of call)`. The datasets are shared, not copied."
-    data = [getattr(dl, 'dataset', None) for dl in learn.dls.loaders]
-    obj = _contents(learn, (), call)
+    "Return a `Twin`. The datasets are shared, not copied."
+    root = [*root_of(learn, ())[:1], call, None, [*learn.dls.loaders]]
     try:
-        with _as_sent(obj): obj = deep_copy(obj, data, device)
+        with _without_last_loop(learn, None):
+            here = Places(root, left_out).walk()
+            copied = deep_copy(root, _datasets(learn), device)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
-    PARTS.receive(obj['learn'], obj['parts'], device)
-    return obj['learn'], obj['call']
+    place(copied[0], device)
+    copied[3] = [*copied[0].dls.loaders]
+    return Twin(*copied[:2], here, Places(copied).find(here.edges))
 
 def copy_of(learn):
-    "Return a `twin` of `learn` on its device, without callbacks that write, log or show progress."
-    res,_ = twin(learn, {}, home_of(learn))
+    "Return a copy of `learn` on its device, without callbacks that write, log or show progress."
+    res = twin(learn, {}, home_of(learn)).learn
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
     res.logger = noop
     return res
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #704404fc
-def baseline(learn, cbs,
-             refs=None,  # `persistent_refs`: `capture` sends what changed. None: it sends all
-             made=(), # Names of the parts that a factory has made in this worker
-             definitions=() # As of `Parts.groups`
-):
-    "Return a `ChangeTracker` that has noted all that a job may change, before it does."
-    groups = PARTS.groups(learn, cbs, definitions)
-    groups |= {name:[] for name in made}        # the notebook has other objects
-    # What the notebook has, too. A value that refers to it is compared, and sent, by a reference
-    both = None if refs is None else [*refs, *definitions]
-    return ChangeTracker(groups, PARTS.stays_on_rank, both)
+# %% ../../nbs/fastai2/721_snapshot.ipynb #570c26c0
+class SavedGraph(NamedTuple):
+    "A learner's graph in bytes"
+    graph:tuple         # `(meta, buffers)` of the graph
+    changes:tuple       # `(meta, buffers)` of `Changes.capture` that came after it, or None
+    @classmethod
+    def of(cls, learn, cbs, changes=None,
+        places=None # The places to whose numbers `changes` refer
+    ):
+        """Return the graph as it is now, with `changes`. The buffers are the memory of the learner:
+        copy them, or write them to a file"""
+        with _without_last_loop(learn, None):
+            root = root_of(learn, cbs)
+            if places is None: places = Places(root, left_out).walk()
+            data = {id(o):('data',places.numbers[id(o)]) for o in _datasets(learn)
+                    if id(o) in places.numbers}
+            obj = dict(root=root, settings=Settings(), rng=CommonRNG.capture().state())
+            blank = _storages_of(changes, places) if changes is not None else ()
+            payload = dump(obj, data, blank=blank)
+            # the table can be read without the graph, which it takes to load that
+            meta = pickle.dumps((payload.meta, places.table()))
+        return cls((meta, payload.buffers), changes)
+    def copy(self):
+        "Return a copy that the learner and the workers don't write to"
+        return SavedGraph(*(o and private_copy(*o) for o in self))
+    def restore(self, learn, cbs):
+        "Put it into a learner, and into callbacks of the same classes as those it was made with"
+        meta,edges = pickle.loads(self.graph[0])
+        own = Places(root_of(learn, cbs)).find(edges)
+        data = {('data',i):o for i,o in own.objects.items()}
+        obj = load(meta, [bytearray(b) for b in self.graph[1]], known=data, home={}, apart=True)
+        theirs = Places(obj['root']).find(edges)
+        rng = obj['rng']
+        if self.changes is not None:
+            rng = apply_changes(*self.changes, theirs).extra['rng']
+            theirs.find(edges)
+        # what one of them lacks, such as the state of an optimizer that hasn't trained, is a part of
+        # its holder
+        for a,b in ((theirs, own), (own, theirs)):
+            a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
+        is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
+        everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
+        applied = apply_changes(everything.meta, everything.copied_buffers(), own)
+        warn_of_lost(own, ROOT, applied)
+        move_opt_state(learn.opt)
+        CommonRNG(rng).install()
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #3ebd4d3c
-def capture(
-    learn, cbs, # As they are now
-    base, # Their `baseline`
-    rng, # The state of the random streams that all ranks have in common
-    refs, # `persistent_refs` before the job
-    weights=True, # Also weights, optimizer, attributes of model and loaders, the list of callbacks
-    grads=None, # None if no fit has ended; True: also accumulated gradients
-    # False if the learner may have got another state of this call before: then small values are
-    # sent even if they are as at the start
-    ended=False
-):
-    "Return all that the job has changed, as a `Payload` for `apply`."
-    # at the end of an epoch, the learner has sharded loaders; `base` knows the original ones
-    for dl in filter(is_sharded, learn.dls.loaders): write_back(dl)
-    groups = base.groups
-    rest = dict(changes=PARTS.changes(base, weights, ended), rng=rng,
-                parts=PARTS.rest(learn, groups, refs, fit_ended=grads is not None))
-    if not weights: del rest['parts']['cbs']
-    return dump_state(PARTS.state(learn, groups, weights, grads), rest, base, refs)
+def _storages_of(changes, places):
+    "Return the addresses of the storages whose bytes are all in some changes"
+    res = set()
+    for b in read_bytes(changes[0]):
+        for i,*_ in b.tensors:
+            s = places.objects[i].untyped_storage()
+            if s.nbytes() == memoryview(changes[1][b.buffer]).nbytes: res.add(s._cdata)
+    return res
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #0988a298
-# Back in the notebook
-def apply(learn, cbs,
-          meta, buffers, # Of the `Payload` that `capture` returned
-          refs=None, # Default: `persistent_refs`
-          definitions=(), # Those of the `baseline`, here
-          groups=None # Default: `Parts.groups`
-):
-    """Put a captured state into `learn` and its callbacks, in place. If the model has no place for
-    some of the weights, warn and change nothing."""
-    # both lists as they were when the job began: what follows changes the learner's callbacks
-    groups = groups or PARTS.groups(learn, cbs, definitions)
-    refs = refs or persistent_refs(learn, cbs)
-    loaded = load_state(meta, buffers, refs, learn.model, home_of(learn))
-    if loaded is None: return
-    state,rest = loaded     # `rest` is {} if it can't be loaded
-    # the changes before `state`: they may add layers, whose tensors are in it
-    if rest: warn_of_unset(apply_changes(groups, rest['changes'], rest['reached']))
-    PARTS.set(learn, state)
-    if not rest: return
-    PARTS.set_rest(learn, groups, rest['parts'])
-    CommonRNG(rest['rng']).install()
+def _is_alike(i, a, b):
+    "True if both graphs have the object number `i`, of the same class"
+    if i not in a.objects or i not in b.objects: return False
+    cls,other = type(a.objects[i]),type(b.objects[i])
+    return cls is other or a.numbers.get(id(cls), cls) == b.numbers.get(id(other), other)

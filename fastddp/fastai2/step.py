@@ -50,7 +50,7 @@ def trained_beside(learn):
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
     loss_node = None    # of the graph: what the loss function returned
-    params = None       # the trained parameters, once `StepSync.params` is called
+    params = None       # what `StepSync.params` has returned in it
     how = None          # `how_to_average`; None until this rank makes a backward pass
     lacks_loss = False  # True: a pass began before `learn.loss` was computed, on some rank
     has_pred = False    # True from the end of its forward pass on
@@ -123,6 +123,7 @@ class StepSync(OurCallback):
         self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
+        self.phase_params = None    # what `params` has returned last in this phase
         self.beside = ()            # parameters that are trained beside the model's, in this phase
         self.n_left_steps = 0       # batches that were left between backward pass and step
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
@@ -137,10 +138,14 @@ class StepSync(OurCallback):
         # in the place of `find_bs`; another learner that a callback fits has its own `yb`
         return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
     def params(self):
-        "Return the parameters that are trained; the model is asked once per batch"
-        if self.batch.params is None:
-            self.batch.params = [*self.learn.model.parameters(), *self.beside]
-        return self.batch.params
+        """Return the parameters that are trained. The model is asked once in a phase, or once in
+        each batch if user code runs in them, which may change it"""
+        batch = self.batch
+        if batch.params is None:
+            if self.phase_params is None or self.together.own_events:
+                self.phase_params = [*self.learn.model.parameters(), *self.beside]
+            batch.params = self.phase_params
+        return batch.params
 
     # When a training phase begins
     def start_train(self):
@@ -152,6 +157,7 @@ class StepSync(OurCallback):
                                  "one process.")
         self._new_batch()
         self.beside = trained_beside(self.learn)
+        self.phase_params = None
         if self.uses_ddp(): self.overlapped.prepare()
     def uses_ddp(self):
         "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
@@ -164,6 +170,7 @@ class StepSync(OurCallback):
     def close(self):
         "End the batch, also one that was left by an exception"
         self.passes.close()
+        self.overlapped.set_in_forward(False)
         if self.batch is not None: self.batch.call.restore()
     def enter_event(self):
         "In an event the learner has the user's loss function"
@@ -179,8 +186,11 @@ class StepSync(OurCallback):
     def before_batch(self):
         self._new_batch()
         self.passes.open()
+        self.overlapped.set_in_forward(True)
         self.batch.call.replace_forward()       # for the callbacks that come later
-    def after_pred(self): self.batch.has_pred = True
+    def after_pred(self):
+        self.batch.has_pred = True
+        self.overlapped.set_in_forward(False)
     def after_loss(self):
         # the user's callbacks come later, and may add to it; there is none without targets
         loss = vars(self.learn).get('loss_grad')

@@ -106,15 +106,16 @@ class Votes(list):
                         "fastai's that one rank raised outside of a callback, may be why.")
 
 # %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
-# Callbacks of fastai's that raise one of `LEAVING` at a batch event
-_FASTAI_LEAVES = (
-    LRFinder, ShortEpochCallback, GradientAccumulation, MixedPrecision, NonNativeMixedPrecision,
-    TerminateOnNaNCallback)
+# Callbacks of fastai's that raise one of `LEAVING` at a batch event, and that event
+_FASTAI_LEAVES = {
+    **dict.fromkeys([LRFinder, ShortEpochCallback, TerminateOnNaNCallback], 'after_batch'),
+    **dict.fromkeys([GradientAccumulation, MixedPrecision, NonNativeMixedPrecision],
+                    'before_step')}
 
 def may_leave(cb, event_name):
     "Return True if the callback `cb` may raise one of `LEAVING` at a batch event"
-    if isinstance(cb, _FASTAI_LEAVES): return handles(cb, event_name)
-    return runs_user_code(cb, event_name)
+    of_fastai = (at for cls,at in _FASTAI_LEAVES.items() if isinstance(cb, cls))
+    return event_name in of_fastai or runs_user_code(cb, event_name)
 
 # %% ../../nbs/fastai2/705_together.ipynb #b8e9a724
 class Together(OurCallback):

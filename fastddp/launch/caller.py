@@ -19,10 +19,11 @@ from ..base.device import device_restored, is_started, visible_cores
 from ..base.errors import RankRaised
 from ..base.failure import failure_of
 from ..base.scoped import (
-    allow_interrupts, delay_interrupts, environment_restored, on_ctrl_c)
+    allow_interrupts, delay_interrupts, environment_restored, on_ctrl_c, with_attrs)
 from .local import Local
 from .monitor import Monitor
 from ..output.replay import print_line
+from ..payload.pickling import without_frames
 from ..process.workers import Heartbeat
 
 # %% ../../nbs/launch/513_caller.ipynb #d7a1b593
@@ -40,10 +41,13 @@ def as_rank(
     store # File where a `TorchDDPCtx` forms its group
 ):
     """Context manager in which this process is a rank of a `ranch`. At its end environment, working
-    directory, CPU threads and current GPU are as before, and the process is in no group"""
+    directory, CPU threads, current GPU and `sys.excepthook` are as before, and the process is in no
+    group"""
     cwd = None
     with suppress(OSError): cwd = os.getcwd()       # it may be gone
-    with environment_restored(), device_restored():
+    # torch adds its hook for each group that the function makes
+    hook = with_attrs(sys, excepthook=sys.excepthook)
+    with environment_restored(), device_restored(), hook:
         # as in workers: there is no group yet, and with RANK=1 fastai doesn't save
         os.environ.pop('RANK', None)
         os.environ.update({**_NCCL, **os.environ}, LOCAL_RANK=str(rank),
@@ -102,7 +106,12 @@ class WatchedCall(Monitor):
             return self._outcome._replace(results=results)
         is_own = isinstance(first, RankRaised) and first.rank == self.rank
         are_stops = isinstance(first, KeyboardInterrupt) and isinstance(error, KeyboardInterrupt)
-        raise error if is_own or are_stops else first
+        # the frames of the function hold the group, which listens for as long
+        if not (is_own or are_stops):
+            if error: without_frames(error)
+            error = first
+        try: raise error
+        finally: del first, error, self._failed_with    # which refer to this frame
 
 # %% ../../nbs/launch/513_caller.ipynb #547654bf
 @patch
@@ -123,7 +132,8 @@ def _call(self:WatchedCall):
     self._ended_at = monotonic()
     self._end = ('failed', failure_of(error, self.rank)) if error else ('done',)
     os.write(self._wake, b'\0')
-    return result, error
+    try: return result, error
+    finally: del error      # which refers to this frame
 
 @patch
 def _on_signal(self:WatchedCall, *_):

@@ -15,15 +15,14 @@ from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, 
 from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
-from ..base.scoped import delay_interrupts, environment, in_main_thread
+from ..base.scoped import StopButton, delay_interrupts, environment, in_main_thread
 from .background import BackgroundJob
 from .caller import CallerIsRank, as_rank
 from .engine import Job
+from .held_gpus import running_jobs
 from .local import Local
+from ..output.replay import print_line
 from ..payload.sending import dump_result, dump_with_patches
-from ..payload.held import Root
-from ..payload.pickling import Definitions
-from ..payload.state import own_memory
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/514_functions.ipynb #65dcc633
@@ -96,11 +95,8 @@ def _request(fn, args, kwargs,
 ):
     """Return one call as a `Payload` for `call_job`. Raises `NotPicklable` for what can't be
     pickled"""
-    definitions = Definitions()     # the notebook's classes stay as they are
-    definitions.roots = [Root((args, kwargs, need))]
     request = dict(fn=fn, args=args, kwargs=kwargs, ctx=ctx, need=need,
-                   imports=imports, sends=sends, ranked=ranked, store=store,
-                   definitions=definitions)
+                   imports=imports, sends=sends, ranked=ranked, store=store)
     roots = {'the function': fn, 'args': args, 'kwargs': kwargs, 'ctx=': ctx, 'need=': need}
     return dump_with_patches(request, roots)
 
@@ -116,7 +112,6 @@ def call_job(
     main = vars(sys.modules['__main__'])
     global_imports(obj['imports'], main)
     main.update(obj['need'])
-    own_memory([o for o,_ in obj['definitions'].held])
     args = (ctx.rank, *obj['args']) if obj['ranked'] else obj['args']
     name = getattr(obj['fn'], '__name__', 'the function')
     ctx.where = f'in {name}'
@@ -206,6 +201,10 @@ def ranch(
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
     if is_rank: _check_no_group()
+    n = nprocs-is_rank
+    if n and 'FASTDDP_STORE' in os.environ:     # set by the outer one
+        print_line(f"A ranch inside of a ranch: each process that calls it starts {n} "
+                   f"{'worker' if n == 1 else 'workers'} of its own.")
     needed = _needed(need)
     bind_arguments(fn, args, kwargs)
     def run():
@@ -227,18 +226,30 @@ def ranch(
 # %% ../../nbs/launch/514_functions.ipynb #c71a06f4
 class Spawned:
     """Processes that `spawn(join=False)` has started. After `join`, `result` is the list of results
-    by rank"""
+    by rank; `stop` ends them"""
+    learn,gpus = None,()        # as of a `BackgroundJob`
     def __init__(self,
+        what, # The call, in words
         run # Runs the processes and returns their results; called in a thread
     ):
+        self.what = what
         self.result = None
         self.error = None       # the exception of `run`, which `join` raises
+        self._button = StopButton()
         self._thread = threading.Thread(target=self._keep, args=(run,), name='fastddp-spawn',
                                         daemon=True)
+        running_jobs.append(self)
         self._thread.start()
     def _keep(self, run):
-        try: self.result = run()
+        try:
+            with self._button.in_thread(): self.result = run()
         except BaseException as e: self.error = e
+        finally: running_jobs.remove(self)
+    def title(self): return self.what
+    def __repr__(self): return self.what
+    def stop(self):
+        "Interrupt the processes: `join` raises KeyboardInterrupt. A second call kills them"
+        self._button.press()
     def join(self,
         timeout=None # Seconds to wait; None: no limit
     ):
@@ -270,7 +281,8 @@ def spawn(
     job = Job.of(call_job, _request(fn, tuple(args), {}, ranked=True))
     def run():
         with short_traceback(): return _run(job, nprocs, 'all')
-    return run() if join else Spawned(run)
+    what = f"spawn({getattr(fn, '__name__', 'fn')}, nprocs={nprocs})"
+    return run() if join else Spawned(what, run)
 
 # %% ../../nbs/launch/514_functions.ipynb #566aef3a
 _GROUP_CHECKS = dict(

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from fastcore.basics import patch, store_attr
 
 from .engine import EpochEnd, Outcome, add_state
-from ..base.errors import GroupTimeout, RankDied, RankRaised
+from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
     first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
@@ -332,7 +332,12 @@ def wait(self:Monitor):
         results = []
         for r in self.workers.ranks:
             block,packed = self.workers.latest[r,'result']
-            results.append(load(packed.meta, block.read(packed, copy=True)))
+            try: results.append(load(packed.meta, block.read(packed, copy=True)))
+            # an object of the user's may even exit
+            except (Exception,SystemExit) as e:
+                err = NotPicklable(f"The result of rank {r}", f"{type(e).__name__}: {e}")
+                err.is_result = True
+                raise err from e
     # the notebook's own failures, too, such as a closed output
     except BaseException as e:
         add_state(e, self._latest)

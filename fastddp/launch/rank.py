@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/launch/500_rank.ipynb #13824990
 import ctypes, gc, os, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext, suppress
+from operator import attrgetter
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -250,13 +251,27 @@ class Setting(NamedTuple):
     read:object     # A function without arguments; returns the setting
     write:object    # A function of a value that `read` returned, in this or another process
 
-def _attr(o, k):
-    "The attribute `k` of `o` as a `Setting`"
-    return Setting(lambda: getattr(o, k), lambda v: setattr(o, k, v))
+def _attr(path):
+    "The attribute at a dotted `path` of `torch.backends` as a `Setting`; a library may lack it"
+    *owner,k = path.split('.')
+    def o(): return attrgetter('.'.join(['backends', *owner]))(torch)
+    return Setting(lambda: getattr(o(), k), lambda v: setattr(o(), k, v))
+
+def _switch(name):
+    "What `torch.backends.cuda.enable_<name>` sets, as a `Setting`"
+    cuda = torch.backends.cuda
+    return Setting(lambda: getattr(cuda, f'{name}_enabled')(),
+                   lambda v: getattr(cuda, f'enable_{name}')(v))
 
 # %% ../../nbs/launch/500_rank.ipynb #013f26ff
-_CUDNN = 'enabled','benchmark','deterministic','allow_tf32','benchmark_limit'
-_MATMUL = 'allow_fp16_reduced_precision_reduction','allow_bf16_reduced_precision_reduction'
+_BACKENDS = '''
+    cudnn.enabled cudnn.benchmark cudnn.deterministic cudnn.allow_tf32 cudnn.benchmark_limit
+    cuda.matmul.allow_fp16_reduced_precision_reduction
+    cuda.matmul.allow_bf16_reduced_precision_reduction cuda.matmul.allow_fp16_accumulation
+    fp32_precision cudnn.fp32_precision cuda.matmul.fp32_precision cudnn.conv.fp32_precision
+    cudnn.rnn.fp32_precision mkldnn.matmul.fp32_precision mkldnn.conv.fp32_precision
+    mkldnn.rnn.fp32_precision'''.split()
+_ATTENTION = 'flash_sdp','mem_efficient_sdp','math_sdp','cudnn_sdp'
 
 _TORCH = {
     'torch.get_default_dtype': Setting(torch.get_default_dtype, torch.set_default_dtype),
@@ -272,8 +287,8 @@ _TORCH = {
     'torch.set_printoptions': Setting(
         lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
         lambda v: vars(torch._tensor_str.PRINT_OPTS).update(v)),
-    **{f'torch.backends.cudnn.{k}': _attr(torch.backends.cudnn, k) for k in _CUDNN},
-    **{f'torch.backends.cuda.matmul.{k}': _attr(torch.backends.cuda.matmul, k) for k in _MATMUL}}
+    **{f'torch.backends.{k}': _attr(k) for k in _BACKENDS},
+    **{f'torch.backends.cuda.enable_{k}': _switch(k) for k in _ATTENTION}}
 
 # %% ../../nbs/launch/500_rank.ipynb #3d81ed4b
 _PRINTED = 'precision','threshold','edgeitems','linewidth','suppress'
@@ -291,13 +306,14 @@ SETTINGS = {
     'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit)}
 
 # %% ../../nbs/launch/500_rank.ipynb #60e97d13
+def _value(setting):
+    "Return a `Setting`; None where torch lacks it, or where the user has set it in another way"
+    with suppress(Exception): return setting.read()
+
 def notebook_settings():
     "Return all `SETTINGS` of this process by name, for `take_settings` in another one"
-    res = {}
-    for k,s in SETTINGS.items():
-        # torch without CUDA lacks some
-        with suppress(Exception): res[k] = s.read()
-    return res
+    values = {k:_value(s) for k,s in SETTINGS.items()}
+    return {k:v for k,v in values.items() if v is not None}
 
 def take_settings(settings # What `notebook_settings` returned in the notebook
 ):
@@ -305,4 +321,4 @@ def take_settings(settings # What `notebook_settings` returned in the notebook
     for k,v in settings.items():
         # a worker on another machine may have a torch without CUDA
         with suppress(AttributeError):
-            if SETTINGS[k].read() != v: SETTINGS[k].write(v)
+            if _value(SETTINGS[k]) != v: SETTINGS[k].write(v)

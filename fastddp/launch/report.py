@@ -387,13 +387,15 @@ def banner_line(
     gpus, # The GPU of each; None or empty for the CPU
     global_batch, # Items per step of all workers; None if a batch sampler decides
     steps=None, # Steps per epoch, if known
-    where=None # Where the workers run; default: the GPUs, or the CPU
+    where=None, # Where the workers run; default: the GPUs, or the CPU
+    backend=None # Of their group; default: that of the GPUs
 ):
     "Return the line that says what runs: workers, batch size, steps"
     s = 's' if n > 1 else ''
     here = 'cpu, gloo'
     if gpus:
-        here = f"GPU{s} {', '.join(map(str, gpus))}, {group.backend_for(accelerator_type())}"
+        backend = backend or group.backend_for(accelerator_type())
+        here = f"GPU{s} {', '.join(map(str, gpus))}, {backend}"
         if binds_to_numa(): here += ", on the cores near them"
     workers = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"

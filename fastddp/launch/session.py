@@ -23,7 +23,6 @@ from .options import engine_for, in_launched_group, refuse_changes, warn_without
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.columns import ColumnCache
-from ..payload.pickling import Definitions
 from ..payload.state import model_tensors, move_opt_state
 from ..shard.same_model import bn_note
 
@@ -124,7 +123,7 @@ class Call:
         self.learn = session.learn
         self.report = Report(what)
         self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
-        self.definitions = Definitions()    # the notebook's that are sent with the snapshot
+        self.places = None              # of the learner, once a snapshot is made
         self.has_result = False         # the learner holds a state that came from the workers
         # rank 0's last state is from the middle of an epoch: no other try follows
         self.stopped_in_epoch = False
@@ -322,7 +321,8 @@ def print_banner(self:Session):
     "Print the line that says what runs, if it has changed, and notes about the model"
     sizes = self.global_batch()
     if sizes is None: return
-    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description)
+    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description,
+                       backend=getattr(self.launcher, 'backend', None))
     if line != self.last_banner: print_line(line)
     self.last_banner = line
     syncs_on_cpu = self.options['sync_bn'] and not self.gpus

@@ -6,20 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import os, pickle, sys, time, warnings
+import os, sys, time, warnings
 from contextlib import contextmanager
 
 from ..base import group
-from ..base.device import is_accelerator
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from ..base.scoped import environment
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
-from ..payload.pickling import RankPickler, Reached, Unloaded, dump, load, load_partly
-from ..payload.changes import STRUCTURE_ATTRS
+from ..payload.changes import OF_KEY
 from ..payload.reducers import reduces
-from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/launch/510_training.ipynb #4d613b9e
@@ -147,124 +144,35 @@ def until_interrupted(ctx, # The rank's `Context`
         return True
     return False
 
-# %% ../../nbs/launch/510_training.ipynb #b1b77114
-def _describe_lost(lost # What `ChangeTracker.drop_unpicklable` returned
-):
-    "Yield the words for each lost value: its name for users, and why it was lost"
-    named = {str(e) for group_name,*_,e in lost if group_name != 'held'}
-    for group_name,o,name,e in lost:
-        # the object that holds it is named already
-        if group_name == 'held' and str(e) in named: continue
-        # a logger's connection is expected to stay in the worker
-        if is_kind(o, RANK0_ONLY): continue
-        if group_name == 'learn': owner = 'learn'
-        elif group_name == 'opt': owner = 'learn.opt'
-        elif group_name == 'cbs' and hasattr(o, 'name'): owner = f'learn.{o.name}'
-        else: owner = getattr(o, '__name__', type(o).__name__)
-        key = name if isinstance(name, str) else name.key       # of a `Variable`
-        yield f"{owner}.{key} ({type(e).__name__}: {e})"
-
 # %% ../../nbs/launch/510_training.ipynb #5d0c6a18
 @reduces(Sharded)
 def _reduce_sharded(dl, pickler):
     "The user's own loader takes the place of a sharded one"
     return original, (original(dl),)
 
-# %% ../../nbs/launch/510_training.ipynb #710ab406
-# A state is sent as `(state, pickle of rest, buffers of rest)`: a pickle within the pickle, so that
-# `state` arrives even if `rest` can't be loaded.
-#
-#     state    what is copied into the notebook's tensors: `Parts.state`
-#     rest     'changes' of attributes, and more. If some of them can't be pickled, also
-#              'lost'      words for each, for the user
-#              'fits'      False if layers of the model are among them, else True. `_load_rest`
-#                          sets it, too, for what can't be loaded
-def dump_state(
-    state, # A dict, see above
-    rest, # A dict; its 'changes' are those of `ChangeTracker.since_start`
-    tracker, # The `ChangeTracker`
-    refs # Objects that both sides have; see `persistent_refs`
-):
-    "Return a `Payload` of both dicts, for `load_state`. Changes that can't be pickled are left out"
-    reached = dict(reached=Reached(tracker.held))   # the last item: what was pickled before it
-    try: dumped_rest = dump(rest|reached, refs, pickler=RankPickler)
-    except Exception:
-        lost = tracker.drop_unpicklable(rest['changes'])
-        fits = not any(name in STRUCTURE_ATTRS for *_,name,_ in lost)
-        words = dict(lost=[*_describe_lost(lost)], fits=fits)
-        dumped_rest = dump(rest|words|reached, refs, pickler=RankPickler)
-    buffers = [pickle.PickleBuffer(b) for b in dumped_rest.buffers]
-    return dump((state, dumped_rest.meta, buffers), refs)
-
 # %% ../../nbs/launch/510_training.ipynb #91e6dda3
-def warn_of_unset(
-    failed # What `apply_changes` returned
+def _words_of_lost(places, root, lost):
+    "Yield the words for each `Failed`: its name for users, and why it was lost"
+    for i,name,error in lost:
+        holders = [*places.holders(i)]
+        if any(is_kind(o, RANK0_ONLY) for o in holders): continue
+        attr = '' if name is None else f'[{name.key!r}]' if isinstance(name, OF_KEY) else \
+            f" (its {' '.join(map(str, name))})" if type(name) is tuple else f'.{name}'
+        yield f"{places.path(i, root)}{attr} ({' '.join(error.split())})"
+
+def warn_of_lost(
+    places, # The notebook's `Places`
+    root, # How users call the items of its root, see `Places.path`
+    applied # As of `payload.changes.apply`
 ):
-    "Tell the user what came back and couldn't be loaded or set"
-    # sent back, and lost here
-    _warn_of_lost([*_describe_lost(failed)], "be loaded here")
-
-def _warn_of_lost(words, what="be sent back from the workers"):
-    "Tell the user what couldn't be sent back: `words` are those of `_describe_lost`, or None"
-    if not words: return
-    verb = 'is' if len(words) == 1 else 'are'
-    in_one_line = '; '.join(' '.join(o.split()) for o in words[:4])
-    warnings.warn(f"fastddp: {in_one_line} can't {what} and {verb} in the notebook as before the "
-                  "fit. Everything else of the fit is there.")
-
-# %% ../../nbs/launch/510_training.ipynb #de70758a
-def _load_rest(meta, buffers, refs, device):
-    """Return the `rest` of a payload; of what can't be loaded as a whole, all that can. {} if that
-    fails, which the user is told"""
-    # on the CPU is the copy of a learner for a background job, also if the notebook's isn't
-    how = dict(device=device, back=is_accelerator(device), refs=refs)
-    buffers = [bytearray(b) for b in buffers]
-    try: return load(meta, buffers, **how)
-    except Exception: pass
-    try: return _without_unloaded(load_partly(meta, buffers, **how))
-    except Exception as e:
-        warnings.warn("fastddp: weights and optimizer are those of the fit; recorder and callbacks "
-                      "are as before it, since something that a callback holds can't be loaded "
-                      f"here ({type(e).__name__}: {e}).")
-        return {}
-
-def _without_unloaded(partly):
-    """Return what `load_partly` returned, with an `Unloaded` in the place of each value with one.
-    'fits' is False if layers of the model are among them"""
-    rest = partly.obj
-    for changed in rest['changes'].values():
-        for _,values,_ in changed:
-            for name,(v,is_same) in values.items():
-                v = partly.checked(v)
-                values[name] = v,is_same
-                if isinstance(v, Unloaded) and name in STRUCTURE_ATTRS: rest['fits'] = False
-    rest['reached'] = [o for o in rest['reached'] if not isinstance(partly.checked(o), Unloaded)]
-    def marked(v):
-        "Return `checked(v)`, or if `v` is a list or a tuple, the same of its items"
-        return type(v)(map(marked, v)) if type(v) in (list,tuple) else partly.checked(v)
-    rest['parts'] = {name:marked(v) for name,v in rest.get('parts', {}).items()}
-    return rest
-
-# %% ../../nbs/launch/510_training.ipynb #710ab407
-def load_state(meta, buffers, refs,
-    model, # The notebook's
-    # Where the notebook's learner trains. Tensors of `rest` that rank 0 had on a GPU go there, or
-    # to the GPU from which the notebook has sent them
-    device
-):
-    """Return `(state, rest)`, which `dump_state` was given, or None: see the table above. Tensors
-    of `state` are on the CPU"""
-    state,*dumped_rest = load(meta, buffers, refs=refs)
-    rest = _load_rest(*dumped_rest, refs, device)
-    _warn_of_lost(rest.get('lost'))
-    own = model_tensors(model)
-    unknown = [k for k in state['model']['tensors'] if k not in own]
-    # the changes in `rest` add the layers that the model got in the fit, unless these were lost.
-    # Without 'fits' nothing was lost; an empty `rest` couldn't be loaded
-    adds_layers = rest.get('fits', bool(rest))
-    if not unknown or adds_layers: return state, rest
-    warnings.warn(f"fastddp: the model got {', '.join(unknown[:3])} in the fit, which can't be "
-                  "loaded here; the learner is as before the fit.")
+    "Warn of what couldn't be sent from the workers, and of what couldn't be loaded or set here"
+    for lost,what in ((applied.lost, "be sent back from the workers"),
+                      (applied.failed, "be loaded here")):
+        words = [*dict.fromkeys(_words_of_lost(places, root, lost))]
+        if not words: continue
+        verb = 'is' if len(words) == 1 else 'are'
+        warnings.warn(f"fastddp: {'; '.join(words[:4])} can't {what} and {verb} in the notebook as "
+                      "before the fit. Everything else of the fit is there.")
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
 def sync_streams():

@@ -14,7 +14,7 @@ from pathlib import Path
 from fastcore.basics import patch
 
 from ..base import group
-from ..base.failure import is_user_file
+from ..base.failure import has_secret, is_user_file
 from ..base.device import visible_cores
 from ..launch.local import start_workers
 from .meeting import accept_one, network_cards, reachable, start_store
@@ -70,8 +70,10 @@ def merged_env(
     own_names # More variables for which this machine's values count
 ):
     """Return the environment of this machine's workers: the notebook's, apart from variables that
-    describe a machine"""
-    def is_own(name): return name in own_names or _MACHINE_VARIABLE.match(name)
+    describe a machine, and this machine's secrets, of which the notebook sends none"""
+    def is_own(name):
+        if name in own_names or _MACHINE_VARIABLE.match(name): return True
+        return name not in notebook and has_secret(name, own[name])
     env = {k:v for k,v in notebook.items() if not is_own(k)}
     return env | {k:v for k,v in own.items() if is_own(k)}
 

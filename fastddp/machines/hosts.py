@@ -88,6 +88,8 @@ def is_text(v):
 _CHECKS = dict(
     per_node=whole("the ranks on each machine, a whole number from 1 on", 1, optional=True),
     interface=Check("the name of a network card", is_text),
+    env=Check("a list of names of environment variables, such as ['WANDB_API_KEY']",
+              lambda v: is_list(v) and all(isinstance(o, str) for o in v)),
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))
 
@@ -110,6 +112,9 @@ class Machines(WorkerLauncher):
         interface=None, # Network card; None: the first that reaches the others, fast ones first
         start_timeout=120., # Seconds that a machine has to answer
         link_timeout=30., # Seconds of silence that break a connection to a machine or a rank
+        # Names of environment variables to send, too, though name or text look like those of a
+        # secret, such as 'WANDB_API_KEY'
+        env=(),
         **kwargs # As for `Local`, but `gpus`
     ):
         check_all(locals(), _CHECKS)
@@ -182,7 +187,8 @@ def _start_agents(self:Machines, nprocs, on_cpu):
     # all start at once, and are heard afterwards. The notebook's own machine comes first, so
     # that it has rank 0
     for name,start in sorted(starters.items(), key=lambda o: o[0] not in LOCAL_NAMES):
-        try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES))
+        try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES,
+                                          self.env))
         except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
     deadline = time.monotonic()+self.start_timeout
     for m in self.machines:

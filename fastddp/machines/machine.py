@@ -12,6 +12,7 @@ from multiprocessing import connection
 from fastcore.basics import patch, store_attr
 
 from ..base.errors import CantDistribute
+from ..base.failure import has_secret
 from .agent import own_modules
 from .stream import Stream
 from ..payload.buffers import Block
@@ -27,9 +28,10 @@ class Machine:
         name, # Name of the machine, as the user wrote it
         start_agent, # Starts the agent and returns the connection to it, such as a `Command`
         link_timeout, # Seconds without a message after which the machine is lost
-        is_local # True if this is the notebook's own machine
+        is_local, # True if this is the notebook's own machine
+        secrets=() # Names of environment variables that another machine gets though they are secret
     ):
-        store_attr('name,link_timeout,is_local')
+        store_attr('name,link_timeout,is_local,secrets')
         self.ranks = []         # set by `RemoteWorkers`
         self.facts = {}         # what the agent says about its machine, see `agent.facts`
         self.conn = start_agent()
@@ -62,12 +64,13 @@ class Machine:
         self.conn.close(grace+5)
 
 # %% ../../nbs/machines/613_machine.ipynb #0af4b7dc
-def _surroundings():
+def _surroundings(m):
     """Return `(environment, working directory, import path)` of this process, for
-    `Agent._apply_surroundings`"""
+    `Agent._apply_surroundings`; for another machine without secrets"""
     now = Surroundings.now()
+    env = {k:v for k,v in now.env.items() if m.is_local or k in m.secrets or not has_secret(k, v)}
     # '' stays: it is the working directory
-    return now.env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
+    return env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
 
 class RemoteWorkers:
     """The workers of several machines, with the methods of `Workers` that a `Monitor` calls. It
@@ -84,7 +87,7 @@ class RemoteWorkers:
             first = len(self._machine_of)
             m.ranks = list(range(first, first+n))
             self._machine_of |= dict.fromkeys(m.ranks, m)
-            m.stream.send('start', m.ranks, on_gpu, helper.preloads(), _surroundings())
+            m.stream.send('start', m.ranks, on_gpu, helper.preloads(), _surroundings(m))
         self.ranks = [*self._machine_of]
         self._dead = set()      # ranks whose death was reported
         self.latest = {}        # (rank, kind) -> `(Block, Packed)` of the newest payload
@@ -113,7 +116,7 @@ def submit(self:RemoteWorkers,
     "Send a job to the ranks of one machine, with modules of the user's own"
     env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
     env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
-    m.stream.send('job', entry, specs, env, _surroundings(), own_modules(), packed,
+    m.stream.send('job', entry, specs, env, _surroundings(m), own_modules(), packed,
                   block=block, size=packed.end)
 
 @patch

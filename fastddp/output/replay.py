@@ -233,6 +233,8 @@ class StatusLine:
 PERIOD = .3         # seconds between two updates
 _SHOWN = 20_000     # characters of text in the display
 
+_KEPT = 10_000_000      # characters of a text; output may be endless
+
 class Panel:
     "Collects the output of a thread, and shows it in one display of the notebook"
     def __init__(self,
@@ -248,8 +250,8 @@ class Panel:
         self.cell = None        # number of the cell whose output it was last shown in
     def write(self, name, text):
         "Add text of a stream"
-        if self.items and self.items[-1][0] == name: self.items[-1][1] += text
-        else: self.items.append([name, text])
+        if not (self.items and self.items[-1][0] == name): self.items.append([name, ''])
+        self.items[-1][1] = (self.items[-1][1]+text)[-_KEPT:]
         self.changed = True
     def publish(self, data, metadata, transient, update):
         "As IPython's `display_pub`: add a display, or update the one with the same id"
@@ -285,7 +287,7 @@ class Panel:
                                            transient={'display_id': self.id})
     @property
     def text(self):
-        "Everything as text"
+        "Everything as text, of each text the last 10 million characters"
         texts = [o.get('text/plain', '')+'\n' if kind == 'display' else o
                  for kind,o,*_ in [*self.items]]
         return '\n'.join(map(visible_text, ''.join(texts).split('\n')))

@@ -65,6 +65,22 @@ def write_at(fd, data, offset):
         data = data[n:]
         offset = offset+n
 
+_originals = []     # `(address, bytes, address of the original, its mapping)` of the last views
+
+def _address(mapping): return np.frombuffer(mapping, np.uint8).__array_interface__['data'][0]
+
+def _note_original(fd, mapping, n):
+    "Map the file of a private mapping once more, for `original_of`"
+    original = mmap.mmap(fd, n, prot=mmap.PROT_READ)
+    del _originals[:-1]
+    _originals.append((_address(mapping), n, _address(original), original))
+
+def original_of(address, n):
+    """Return the address of the `n` bytes which `Block.read` has put at `address`, where no process
+    of this job writes; None for other memory"""
+    for start,size,original,_ in _originals:
+        if start <= address and address+n <= start+size: return original+address-start
+
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c
 _POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14
 _LARGE = 1<<24          # bytes; a smaller growth of the block isn't checked against free memory
@@ -129,12 +145,15 @@ class Block:
         self._memory = b''
     def read(self,
         packed,     # What `write` returned, here or in another process
-        copy=False # If True, return bytearrays; if False, views that change with the next `write`
+        copy=False, # If True, return bytearrays; if False, views that change with the next `write`
+        notes_original=False # Keep what `original_of` needs, until the payload after the next one
     ):
         "Return the buffers, writable; what is written to a view isn't seen by other processes"
         if not packed.end: return [bytearray()]*len(packed.spans)      # `mmap` refuses 0 bytes
-        view = memoryview(mmap.mmap(self.fd, packed.end, flags=mmap.MAP_PRIVATE,
-                                    prot=mmap.PROT_READ|mmap.PROT_WRITE))
+        mapping = mmap.mmap(self.fd, packed.end, flags=mmap.MAP_PRIVATE,
+                            prot=mmap.PROT_READ|mmap.PROT_WRITE)
+        if notes_original: _note_original(self.fd, mapping, packed.end)
+        view = memoryview(mapping)
         buffers = [view[offset:offset+n] for offset,n in packed.spans]
         return [*map(bytearray, buffers)] if copy else buffers
     def write(self, payload):

@@ -187,6 +187,20 @@ class TupleColumn(_Column):
     def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
 
 # %% ../../nbs/payload/092_columns.ipynb #b490059f
+# The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
+# or a tuple that begins with one; anything else
+_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
+_MIN_TENSORS = 100
+_MIN_OTHERS = 1000
+
+def is_long(sequence):
+    "Return True if a list or tuple has so many items that a column is faster"
+    if len(sequence) < _MIN_TENSORS: return False
+    first = sequence[0]
+    part = first[0] if type(first) is tuple and first else first
+    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
+    return isinstance(part, Tensor) or len(sequence) >= least
+
 _TEXTS = {str, pathlib.PosixPath}
 _NUMBERS = {bool, int, float}
 

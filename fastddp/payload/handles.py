@@ -167,6 +167,14 @@ _BY_NAME = {('torch.utils.tensorboard.writer','SummaryWriter'): _reduce_writer,
             # LMDB's class, which doesn't say its module
             ('builtins','Environment'): _reduce_lmdb}
 
+def is_handle(cls):
+    "True for a class of objects that belong to a process: their contents aren't looked at"
+    named = any((c.__module__,c.__name__) in _BY_NAME for c in cls.__mro__)
+    return named or issubclass(cls, _HANDLES)
+
+_HANDLES = (threading.Thread, threading.local, _SingleProcessDataLoaderIter,
+            _MultiProcessingDataLoaderIter)
+
 def reducer_of(kind # A type
 ):
     "Return the reducer of a type, also if that is registered for the name of one of its classes"

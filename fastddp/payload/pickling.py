@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/102_pickling.ipynb #15824912
-import contextvars, gc, io, math, pathlib, pickle, sys, time, types, weakref
+import contextvars, gc, io, pickle, sys, time, types, weakref
 from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
@@ -15,10 +15,11 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
+from .columns import is_long
 from .handles import reducer_of
-from .held import ATOMS, held_objects, parts_of
 from .models import load_script
-from .reducers import load_storage, reduces, referents, set_decorated
+from .reducers import (
+    load_array, load_storage, own_array, referents, set_decorated)
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 class Payload(NamedTuple):
@@ -32,11 +33,6 @@ class Payload(NamedTuple):
     def copied_buffers(self):
         "Return a writable copy of each buffer, for a `load` in the same process"
         return [*map(bytearray, self.buffers)]
-
-# %% ../../nbs/payload/102_pickling.ipynb #aeeac24e
-# Pickle instructions for one number: push it, replace it by `persistent_load(number)`, store that
-# in the memo at the next place, and remove it from the stack
-_REMEMBER = pickle.BININT + b'%b' + pickle.BINPERSID + pickle.MEMOIZE + pickle.POP
 
 # %% ../../nbs/payload/102_pickling.ipynb #be2f6959
 _replacements = contextvars.ContextVar('fastddp-replacements', default=None)
@@ -55,6 +51,8 @@ class Pickler(cloudpickle.Pickler):
     # True on a rank that sends a result. Then a tensor's GPU is pickled as 'cuda', and the notebook
     # loads it on the learner's GPU. False: as 'cuda:1', where the notebook has it
     to_notebook = False
+    with_grads = True       # False: tensors are pickled without gradients and hooks
+    blank = ()              # addresses in C of storages whose bytes are left out
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -62,14 +60,12 @@ class Pickler(cloudpickle.Pickler):
         # a plain dict is looked up in C, cloudpickle's `ChainMap` in Python
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
-        self._file = file
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
         self._reducers = {}     # type -> its reducer: `reducer_of` is slow
         self._replacements = _replacements.get()
         # reducers add to these lists what they have pickled
         self.definitions = []   # functions and classes pickled by value
         self.named = []         # classes, functions and modules pickled by name
-        self.own = []           # of these, modules of the user's own, and what they define
     def reducer_override(self, o):
         "Called by pickle for each object that isn't of a basic type, such as str or dict"
         if self._replacements and id(o) in self._replacements:
@@ -82,33 +78,21 @@ class Pickler(cloudpickle.Pickler):
         if not storage.nbytes(): return storage     # those have one address, but share nothing
         place = storage.device,storage.data_ptr(),storage.nbytes()
         return self._storages.setdefault(place, storage)
-    def remember(self, numbered):
-        "Put the object of each pair `(number, object)` into the memo, here and where it is loaded"
-        memo = self.memo.copy()
-        for number,o in numbered:
-            if id(o) in memo: continue
-            self._file.write(_REMEMBER % number.to_bytes(4, 'little', signed=True))
-            memo[id(o)] = len(memo),o
-        self.memo = memo
+    # cells are arguments of a function here, so they aren't filled with its state
+    def _function_getnewargs(self, f):
+        return *super()._function_getnewargs(f)[:4], f.__closure__
+    def _dynamic_function_reduce(self, f):
+        make,args,(state,slots),*rest = super()._dynamic_function_reduce(f)
+        return make, args, (state, slots|dict(__closure__=None)), *rest
 
-class RankPickler(Pickler):
-    "As `Pickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
+class KnownPickler(Pickler):
+    "As `Pickler`; objects that the other process has are pickled as their keys"
+    known = {}      # id of an object -> its key
+    def persistent_id(self, o): return self.known.get(id(o))
+
+class RankPickler(KnownPickler):
+    "As `KnownPickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
     to_notebook = True
-
-# %% ../../nbs/payload/102_pickling.ipynb #4ac175cc
-# The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
-# or a tuple that begins with one; anything else
-_MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
-_MIN_TENSORS = 100
-_MIN_OTHERS = 1000
-
-def _is_long(sequence):
-    "Return True if a list or tuple has so many items that a column is faster"
-    if len(sequence) < _MIN_TENSORS: return False
-    first = sequence[0]
-    part = first[0] if type(first) is tuple and first else first
-    least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
-    return isinstance(part, torch.Tensor) or len(sequence) >= least
 
 # %% ../../nbs/payload/102_pickling.ipynb #a3af4165
 _MAX_SEARCHED = 10_000      # items; a larger container isn't searched
@@ -125,7 +109,7 @@ def long_sequences(obj):
         o = todo.pop()
         if id(o) in seen or isinstance(o, _LEAVES): continue
         seen[id(o)] = o
-        if type(o) in (list,tuple) and _is_long(o): res.append(o)
+        if type(o) in (list,tuple) and is_long(o): res.append(o)
         # `referents` gives `(template, name, referent)` for each object that `o` refers to
         elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
     return res
@@ -138,25 +122,33 @@ def _is_searched(o):
 # %% ../../nbs/payload/102_pickling.ipynb #12c4478b
 def dump(
     obj,            # The object to pickle
-    refs=(),        # Objects that are pickled as their numbers: the loading process has them, too
+    known=None,     # id -> key of objects that the loading process has, too
     columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
-    pickler=Pickler # Or a subclass
+    pickler=None,   # Default: `Pickler`, or with `known` a `KnownPickler`
+    with_grads=True, # False: without gradients and hooks of tensors
+    blank=() # Addresses in C of storages that are loaded without their bytes
 ):
     "Return `obj` as a `Payload`"
     buffers,stream = [],io.BytesIO()
-    p = pickler(stream, lambda b: buffers.append(_memory(b)))
-    with _no_collection():
+    p = (pickler or (KnownPickler if known else Pickler))(stream, lambda b: buffers.append(memory_of(b)))
+    p.with_grads,p.blank = with_grads,blank
+    if known: p.known = known
+    with no_collection():
         long_lists = long_sequences(obj) if columns else []
         replaced = columns.stand_ins(long_lists) if long_lists else []
-        # the four parts of the stream
-        p.remember(enumerate(refs))
         p.dump([stand_in for _,stand_in in replaced])
-        p.remember(enumerate((long_list for long_list,_ in replaced), -len(replaced)))
+        if replaced:
+            memo = p.memo.copy()
+            for long_list,stand_in in replaced:
+                place,_ = memo.pop(id(stand_in))
+                memo[id(long_list)] = place,long_list
+            p.memo = memo
         p.dump(obj)
+    _sent_classes.update(o for o in p.definitions if isinstance(o, type))
     return Payload(stream.getvalue(), buffers)
 
 @contextmanager
-def _no_collection():
+def no_collection():
     "Switch off the garbage collector, which thousands of new objects would start many times"
     was_on = gc.isenabled()
     gc.disable()
@@ -164,11 +156,13 @@ def _no_collection():
     finally:
         if was_on: gc.enable()
 
-def _memory(buffer):
+def memory_of(buffer):
     "Return the bytes of a `PickleBuffer` as a memoryview of one dimension"
     raw = buffer.raw()
     # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
     return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
+
+_sent_classes = weakref.WeakSet()       # of cells: those that this process has sent
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):
@@ -214,17 +208,19 @@ def _define(home, o):
     if name not in home or home[name] is _defined.get(name, o): home[name] = _defined[name] = o
 
 # %% ../../nbs/payload/102_pickling.ipynb #4f47057a
-_sent_classes = weakref.WeakSet()       # of cells: those that this process has sent in a snapshot
-
-class _CellLoader:
+class CellLoader:
     """Loads definitions; the arguments are those of `load`. Its methods are called in place of the
     functions of cloudpickle that make a function, and that set what a function or class has"""
-    def __init__(self, home, define, keep_classes):
+    def __init__(self, home, define=False, keep_classes=False, apart=False):
         self.home = home
+        self.apart = apart
         self.define = define
         self.keep_classes = keep_classes
         # id of pickled globals -> (their `_Globals`, the pickled ones, which keep the id unique)
         self.globals = {}
+    def make_class(self, meta, name, bases, keywords, tracker_id, *more):
+        "Make a class; one that this process has already is the same unless it is `apart`"
+        return _make_class(meta, name, bases, keywords, None if self.apart else tracker_id, *more)
     def make_function(self, code, its_globals, *args):
         "Functions of cells that had their globals in common have so again"
         if self.home is not None and its_globals.get('__name__') == '__main__':
@@ -265,30 +261,25 @@ def _subimport(module):
     return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #057b66da
-class _Unpickler(pickle.Unpickler):
+class Unpickler(pickle.Unpickler):
     "Reads the stream of a `Pickler`; the arguments are those of `load`"
-    def __init__(self, meta, buffers, device, back, refs, cells):
-        super().__init__(io.BytesIO(meta), buffers=buffers)
-        self._refs = refs
+    def __init__(self, file, buffers, device, back, known, cells):
+        super().__init__(file, buffers=buffers)
+        self._known = known
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
                          id(load_script): partial(load_script, to=device),
+                         id(load_array): own_array,
                          id(cloudpickle.subimport): _subimport,
                          id(cloudpickle._make_function): cells.make_function,
-                         id(cloudpickle._make_skeleton_class): _make_class,
+                         id(cloudpickle._make_skeleton_class): cells.make_class,
                          id(cloudpickle._function_setstate): cells.set_function_state,
                          id(set_decorated): cells.set_decorated,
                          id(cloudpickle._class_setstate): cells.set_class_state}
-    def load(self):
-        self._stand_ins = super().load()
-        return super().load()
-    def persistent_load(self, number):
-        "Return what a number stands for: a stand-in, or a ref (None if this process lacks it)"
-        if number < 0: return self._stand_ins[number]
-        return self._refs[number] if number < len(self._refs) else None
+    def persistent_load(self, key): return self._known[key]
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        found = _noting_import(module, lambda: super(_Unpickler, self).find_class(module, name))
+        found = _noting_import(module, lambda: super(Unpickler, self).find_class(module, name))
         return self._instead.get(id(found), found)
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656905
@@ -297,45 +288,20 @@ def load(
     buffers,     # Its buffers, writable: tensors and arrays lie in them, without a copy
     device=None, # The device of tensors that were on a GPU; None: the CPU
     back=False,  # Tensors that this process has sent from a GPU go to that GPU instead
-    refs=(),     # This process's objects for the `refs` of `dump`, in the same order
+    known={},    # Key -> this process's object for the `known` of `dump`
     # The namespace in which functions of cells look up names that weren't pickled. None: this is
     # the notebook, and classes that it has sent stay as they are
     home=None,
     define=False, # If True, define classes and functions of cells in `home`, where a name is free
-    keep_classes=False # If True, all classes that `__main__` has stay as they are
+    keep_classes=False, # If True, all classes that `__main__` has stay as they are
+    apart=False # If True, classes of cells are made anew, also if this process has them
 ):
     "Return the object of a `Payload`"
-    with _no_collection():
-        cells = _CellLoader(home, define, keep_classes)
-        return _Unpickler(meta, buffers, device, back, refs, cells).load()
-
-# %% ../../nbs/payload/102_pickling.ipynb #0f3390a9
-class Definitions(list):
-    """A list that `dump` fills with the definitions that it has pickled before it, and the user's
-    own modules with what they define. `held` gets the objects that both sides have"""
-    roots = ()      # Values in which the search for `held` begins, see `held_objects`
-    known = ()      # Objects that both sides know by another list: `held` leaves them out
-    def __init__(self, definitions=(), held=()):
-        super().__init__(definitions)
-        self.held = held
-
-@reduces(Definitions)
-def _(definitions, pickler):
-    definitions[:] = [*pickler.definitions, *pickler.own]
-    _sent_classes.update(o for o in pickler.definitions if isinstance(o, type))
-    definitions.held = held_objects(definitions.roots, definitions, definitions.known,
-                                    pickler.memo.copy())
-    return Definitions, (list(definitions), definitions.held)
-
-class Reached:
-    """Is loaded as a list of `(number, object)`: those objects of `held` that were pickled before
-    it, and their numbers"""
-    def __init__(self, held): self.held = held
-
-@reduces(Reached)
-def _(reached, pickler):
-    sent = pickler.memo.copy()
-    return list, ([(i, o) for i,(o,_) in enumerate(reached.held) if id(o) in sent],)
+    with no_collection():
+        cells = CellLoader(home, define, keep_classes, apart)
+        reader = Unpickler(io.BytesIO(meta), buffers, device, back, known, cells)
+        reader.load()       # the stand-ins
+        return reader.load()
 
 # %% ../../nbs/payload/102_pickling.ipynb #acb17157
 @contextmanager
@@ -350,90 +316,38 @@ def restoring_sent_classes():
                 # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
                 if vars(cls).get(k) is not v: setattr(cls, k, v)
 
-# %% ../../nbs/payload/102_pickling.ipynb #e1d02002
-class Unloaded:
-    "Is in the place of an object that couldn't be loaded"
-    def __init__(self, error): self.error = without_frames(error)
+# %% ../../nbs/payload/102_pickling.ipynb #a10000c2
+class _Copier(KnownPickler):
+    "Pickles functions, classes and modules as their ids"
+    def persistent_id(self, o):
+        key = id(o)
+        if key in self.known: return key
+        if not isinstance(o, (types.FunctionType,types.ModuleType,type)): return None
+        if getattr(o, '__module__', None) in _OWN_MODULES: return None
+        self.known[key] = o
+        return key
 
+_OWN_MODULES = load_storage.__module__, load_script.__module__
+
+def deep_copy(
+    obj,        # Any object that `dump` can pickle
+    shared,     # Objects that aren't copied
+    device=None # The device of copied tensors that are on a GPU; None: the CPU
+):
+    "Return a copy of `obj`"
+    known = {id(o):o for o in [*shared, deep_copy]}
+    payload = dump(obj, known, pickler=_Copier)
+    return load(payload.meta, payload.copied_buffers(), device=device, known=known)
+
+def private_copy(
+    meta,       # The pickle of a `Payload`
+    buffers     # Its buffers, in shared memory that the next job writes to
+):
+    "Return `(meta, buffers)` with the buffers copied into memory of this process"
+    return meta, [*map(bytearray, buffers)]
+
+# %% ../../nbs/payload/102_pickling.ipynb #a10000c4
 def without_frames(error):
     "Return an exception without what it keeps alive: frames, and so the buffers of a payload"
     error.__context__ = error.__cause__ = None
     return error.with_traceback(None)
-
-# %% ../../nbs/payload/102_pickling.ipynb #a346de3c
-def _making(code, n_read):
-    "Return the method for an instruction that takes `n_read` objects and makes one of them"
-    def run(self):
-        taken = self.stack[len(self.stack)-n_read:] if n_read else []
-        n = len(self.stack)-n_read
-        try: pickle._Unpickler.dispatch[code](self)
-        except Exception as e:
-            args = [o for t in taken for o in (t if isinstance(t, tuple) else [t])]
-            earlier = next((o for o in args if isinstance(o, Unloaded)), None)
-            self.stack[n:] = [earlier or Unloaded(e)]
-            if len(args) > 1: self.failed_call = self.stack[-1],args[1]     # behind the function
-    return run
-
-def _changing(code):
-    "Return the method for an instruction that changes the object below what it takes"
-    def run(self):
-        # the state of an object that couldn't be made isn't that of the `Unloaded`
-        if code == pickle.BUILD[0] and isinstance(self.stack[-2], Unloaded):
-            self.stack.pop()
-            return
-        try: pickle._Unpickler.dispatch[code](self)
-        except Exception as e:
-            self.broken[id(self.stack[-1])] = self.stack[-1],without_frames(e)
-    return run
-
-# %% ../../nbs/payload/102_pickling.ipynb #06057639
-class _Partly(pickle._Unpickler):
-    """Reads the stream of a `Pickler`; what fails is an `Unloaded`, or noted in `broken`. The
-    result is `obj`"""
-    def __init__(self, meta, buffers, device, back, refs):
-        super().__init__(io.BytesIO(meta), buffers=buffers)
-        self._refs = {id(o):o for o in refs}
-        self.broken = {}        # id -> `(object, exception)`: objects that lack contents
-        # the last `Unloaded` that a call was replaced by, and the call's first argument
-        self.failed_call = object(),None
-        exact = _Unpickler(b'', (), device, back, refs, _CellLoader(None, False, True))
-        self.find_class = exact.find_class
-        self.persistent_load = exact.persistent_load
-        exact._stand_ins = self.load()
-        self.obj = self.load()
-    def checked(self, o):
-        "Return an `Unloaded` if `o` is one, is broken, or refers to such an object at any depth"
-        # this process's own objects, of `refs`, have no such parts
-        seen = dict(self._refs)
-        todo = [o]
-        while todo:
-            part = todo.pop()
-            if isinstance(part, Unloaded): return part
-            if id(part) in self.broken: return Unloaded(self.broken[id(part)][1])
-            if id(part) in seen or isinstance(part, ATOMS): continue
-            seen[id(part)] = part
-            if not isinstance(part, type): todo += parts_of(part, most=math.inf)
-        return o
-
-def _pop(self):
-    """Drop the result of a call. pickle makes such a call to set the state of the first argument:
-    if it has failed, that object is broken"""
-    unloaded,o = self.failed_call
-    if self.stack and self.stack[-1] is unloaded: self.broken[id(o)] = o,unloaded.error
-    self.load_pop()
-
-_Partly.dispatch = dict(pickle._Unpickler.dispatch)
-_Partly.dispatch[pickle.POP[0]] = _pop
-# besides the objects on the stack, 'c' reads two names from the stream
-for code,n_read in ((pickle.REDUCE,2), (pickle.NEWOBJ,2), (pickle.NEWOBJ_EX,3),
-                    (pickle.STACK_GLOBAL,2), (pickle.GLOBAL,0)):
-    _Partly.dispatch[code[0]] = _making(code[0], n_read)
-for code in (pickle.BUILD,pickle.APPENDS,pickle.APPEND,pickle.SETITEMS,pickle.SETITEM,
-             pickle.ADDITEMS):
-    _Partly.dispatch[code[0]] = _changing(code[0])
-
-def load_partly(meta, buffers, device=None, back=False, refs=() # As of `load`
-):
-    """Return a `_Partly`, with what can be loaded as `obj`; its `checked` says whether a part of
-    that can't. Raises an exception for a damaged pickle"""
-    with _no_collection(): return _Partly(meta, buffers, device, back, refs)

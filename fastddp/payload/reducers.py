@@ -11,9 +11,10 @@ import pickle, sys, threading, types, typing, weakref
 from contextlib import suppress
 from functools import partial, singledispatch
 
-import torch
+import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
+from fastcore.basics import Stateful
 from PIL.Image import Image
 from torch.utils.hooks import RemovableHandle
 
@@ -46,6 +47,7 @@ from ..base.device import OutOfMemory
 #   definitions         a list of the functions and classes that were pickled by value
 #   named               a list of those and of modules that were pickled by name
 #   to_notebook         True on a rank that pickles a result, False in the notebook
+#   with_grads          False: leave out gradients and hooks of tensors
 @singledispatch
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
@@ -65,8 +67,27 @@ def _(tensor, pickler):
     "Pickle a tensor as its class does. A fit has a loss for each step, so this is to be fast"
     if type(tensor) in pickler.dispatch_table: return NotImplemented    # its user's own reducer
     # inside, methods of a subclass such as `TensorBase` are as fast as those of `Tensor`
-    with torch._C.DisableTorchFunctionSubclass(): res = tensor.__reduce_ex__(5)
-    return (load_sparse, *res[1:]) if res[0] is torch._utils._rebuild_sparse_tensor else res
+    with torch._C.DisableTorchFunctionSubclass():
+        res = tensor.__reduce_ex__(5)
+        # what torch leaves out
+        more = _gradient_and_hooks(tensor) if pickler.with_grads and tensor.is_leaf else {}
+    if res[0] is torch._utils._rebuild_sparse_tensor: res = load_sparse,*res[1:]
+    return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
+
+ZEROS = 'zeros'         # in the place of a gradient of zeros
+_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
+
+def _gradient_and_hooks(t):
+    """Return the gradient of a tensor, and its hooks. Zeros aren't the same as no gradient: fastai
+    goes on decaying such a parameter when it is frozen"""
+    res = {k:hooks for k in _HOOKS if (hooks := getattr(t, k, None))}
+    if t.grad is not None: res['grad'] = t.grad if t.grad.any() else ZEROS
+    return res
+
+def set_gradient_and_hooks(t, more):
+    for k,v in more.items():
+        if k == 'grad': v = torch.zeros_like(t) if isinstance(v, str) else v
+        setattr(t, k, v)
 
 def load_sparse(layout, data):
     "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
@@ -86,6 +107,8 @@ def _(storage, pickler):
 def load_typed_storage(storage, dtype):
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
+MAX_OWN = 2**18         # bytes; a larger storage or array lies on the buffer of the payload
+
 # Devices are pickled as text, and a process that loads a storage of a GPU notes the text for it, so
 # that the storage finds its way back if it is pickled again there:
 #
@@ -95,6 +118,39 @@ def load_typed_storage(storage, dtype):
 #                 learner (`Pickler.to_notebook` is True on ranks)
 _noted_devices = weakref.WeakKeyDictionary()    # storage -> one of these texts
 
+# numpy's own function, which makes an array on a buffer
+load_array = np.zeros(1).__reduce_ex__(5)[0]
+
+def own_array(buffer, dtype, shape, order, *axes):
+    "As `load_array`; a small array gets memory of its own, so that it can grow"
+    res = load_array(buffer, dtype, shape, order, *axes)
+    return res.copy(order) if res.nbytes <= MAX_OWN else res
+
+_MAX_ROOT = 2**26       # bytes; of a larger array, a view is pickled as an array of its own
+
+@reduces(np.ndarray)
+def _(a, pickler):
+    "Pickle a view together with the array whose memory it shows"
+    root = a
+    while isinstance(root.base, np.ndarray): root = root.base
+    is_view = (root is not a and type(root) is np.ndarray and not a.dtype.hasobject
+               and root.flags.c_contiguous and root.nbytes <= _MAX_ROOT)
+    if type(a) is not np.ndarray or not is_view: return NotImplemented
+    offset = a.__array_interface__['data'][0]-root.__array_interface__['data'][0]
+    return load_view, (root, offset, a.shape, a.strides, a.dtype)
+
+def load_view(root, offset, shape, strides, dtype):
+    return np.ndarray(shape, dtype, root, offset, strides)
+
+@reduces(types.CellType)
+def _(cell, pickler):
+    "Pickle a cell as an object, of which several functions may have the same"
+    try: return new_cell, (), (cell.cell_contents,), None, None, fill_cell
+    except ValueError: return new_cell, ()
+
+def new_cell(): return types.CellType()
+def fill_cell(cell, state): cell.cell_contents, = state
+
 @reduces(torch.UntypedStorage)
 def _(storage, pickler):
     "Pickle the bytes of a storage as a buffer, together with its device as text, see above"
@@ -103,6 +159,7 @@ def _(storage, pickler):
     own = str(storage.device) if kind != 'cpu' and not pickler.to_notebook else kind
     device = _noted_devices.get(storage, own)
     if not storage.nbytes(): return load_storage, (b'', device)
+    if storage._cdata in pickler.blank: return torch.UntypedStorage, (storage.nbytes(),)
     # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
     as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
     as_bytes.storage = on_cpu       # alive as long as the buffer
@@ -116,7 +173,10 @@ def load_storage(
 ):
     "Return an untyped storage. In the notebook (`back`) one stays on the CPU if its GPU is full"
     if not len(buffer): storage = torch.UntypedStorage(0)
-    else: storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    else:
+        storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+        # one of its own can grow
+        if len(buffer) <= MAX_OWN: storage = storage.clone()
     if device == 'cpu': return storage
     is_named = ':' in device
     if back and is_named: to = device
@@ -245,7 +305,7 @@ def decoration(o):
     """Return `(decorator, *arguments)`, whose call makes a cached, dispatching or compiled function
     such as `o`; None if `o` is another object, or is a library's and has a name there"""
     found = _decoration(o)
-    return None if not found or _is_named_by_library(o) else found
+    return None if not found or is_named_by_library(o) else found
 
 def _decoration(o):
     "As `decoration`, also for functions of libraries"
@@ -262,7 +322,7 @@ def _decoration(o):
 
 def with_empty_cache(f, parameters): return functools.lru_cache(**parameters)(f)
 
-def _is_named_by_library(o):
+def is_named_by_library(o):
     module = sys.modules.get(o.__module__)
     if module is None or o.__module__ == '__main__': return False
     try: return operator.attrgetter(getattr(o, '__qualname__', o.__name__))(module) is o
@@ -294,12 +354,12 @@ def set_decorated(f, state):
 # %% ../../nbs/payload/090_reducers.ipynb #d255d57c
 @reduces(typing.NewType)
 def _(t, pickler):
-    if _is_named_by_library(t): return NotImplemented
+    if is_named_by_library(t): return NotImplemented
     return typing.NewType, (t.__name__, t.__supertype__)
 
 @reduces(typing.ParamSpec)
 def _(t, pickler):
-    return NotImplemented if _is_named_by_library(t) else (typing.ParamSpec, (t.__name__,))
+    return NotImplemented if is_named_by_library(t) else (typing.ParamSpec, (t.__name__,))
 
 # %% ../../nbs/payload/090_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)
@@ -341,14 +401,23 @@ def _(manager, pickler):
 # %% ../../nbs/payload/090_reducers.ipynb #6c0f00a2
 @reduces(torch.optim.Optimizer)
 def _(opt, pickler):
-    "Pickle the attributes of an optimizer whose own state torch can't load"
-    cls = type(opt)
-    is_own = cls.__getstate__ is not torch.optim.Optimizer.__getstate__
-    loads_own = cls.__setstate__ is not torch.optim.Optimizer.__setstate__
-    if not is_own or loads_own or 'defaults' in opt.__getstate__(): return NotImplemented
-    attrs = {k:v for k,v in vars(opt).items()
-             if not (k.startswith('_optimizer_') and k.endswith('_hooks'))}
-    return cls.__new__, (cls,), attrs
+    """Pickle the attributes of an optimizer, which torch's own way leaves out in part. `step` is an
+    attribute of an optimizer with a scheduler, which makes it anew"""
+    attrs = {k:v for k,v in vars(opt).items() if k != 'step'}
+    return new_object, (type(opt),), attrs, None, None, set_optimizer
+
+@reduces(Stateful)
+def _(o, pickler):
+    "Pickle the attributes of a callback, with the lists of the Recorder, which fastcore leaves out"
+    if type(o).__getstate__ is not Stateful.__getstate__: return NotImplemented
+    return new_object, (type(o),), vars(o), None, None, set_attributes_of
+
+def new_object(cls): return cls.__new__(cls)
+def set_attributes_of(o, attrs): vars(o).update(attrs)
+
+def set_optimizer(opt, attrs):
+    vars(opt).update(attrs)
+    opt._patch_step_function()
 
 # %% ../../nbs/payload/090_reducers.ipynb #deb571cc
 @reduces(BaseException)
@@ -386,6 +455,9 @@ def _(proxy, pickler):
     "Pickle a proxy of the loaded object; raise ReferenceError for a dead one"
     # All attributes of a proxy are those of its object. A bound method has the object itself
     return weakref.proxy, (proxy.__init__.__self__,)
+
+@reduces(weakref.WeakSet)
+def _(items, pickler): return weakref.WeakSet, ([*items],)
 
 @reduces(weakref.WeakKeyDictionary)
 @reduces(weakref.WeakValueDictionary)

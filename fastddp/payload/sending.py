@@ -13,7 +13,7 @@ from ..base.rng import CommonRNG
 from .blame import not_picklable
 from .columns import ColumnCache
 from .patches import collect_patches
-from .pickling import Definitions, dump
+from .pickling import dump
 from .settings import Settings
 
 # %% ../../nbs/payload/111_sending.ipynb #57c97064
@@ -41,18 +41,18 @@ def dump_result(
 
 # %% ../../nbs/payload/111_sending.ipynb #b0612ae2
 def dump_with_patches(
-    obj, # A dict; if it has 'definitions', which are empty, settings go along, too
+    obj, # A dict
     roots, # As for `dump_or_blame`
+    with_settings=True, # What cells set in libraries and in the user's own modules goes along, too
     **kwargs # Passed on to `dump`
 ):
     "As `dump_or_blame`, with the notebook's patches, which a worker installs before it loads `obj`"
     patches = collect_patches()
     roots = roots | patches.roots()
-    if 'definitions' not in obj:
-        return dump_or_blame(dict(patches=patches, **obj), roots, **kwargs)
+    obj = dict(patches=patches, **obj)
+    if not with_settings: return dump_or_blame(obj, roots, **kwargs)
     settings = Settings()
-    obj = dict(patches=patches, **obj, settings=settings)
-    obj['definitions'] = obj.pop('definitions')
+    obj = dict(obj, settings=settings)
     try: return dump(obj, **kwargs)
     except KeyboardInterrupt: raise
     except BaseException: settings.checks = True        # of own modules, each variable by itself
@@ -64,11 +64,10 @@ def dump_snapshot(
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *contexts, # Context managers inside which the learner is as it is to be pickled
     columns=None, # `ColumnCache` that the snapshots of one block share
-    definitions=None # Gets the notebook's `Definitions` that are sent
+    **kwargs # Of `dump`
 ):
     "Return a `Payload` of `obj`, random streams and patches; raises `NotPicklable`"
-    obj = dict(rng=CommonRNG.capture().state(), **obj,
-               definitions=Definitions() if definitions is None else definitions)
+    obj = dict(rng=CommonRNG.capture().state(), **obj)
     with ExitStack() as stack:
         for o in contexts: stack.enter_context(o)
-        return dump_with_patches(obj, roots, columns=columns or ColumnCache())
+        return dump_with_patches(obj, roots, columns=columns or ColumnCache(), **kwargs)

@@ -6,19 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08003
-import functools, operator, os, sys, types, uuid, warnings
+import operator, os, sys, types, uuid, warnings
 from contextlib import suppress
 from enum import EnumMeta
 from typing import NamedTuple
 
 import numpy as np, torch
 
-from ..base.failure import is_user_file
-from .changes import Variables, is_data
-from .held import ATOMS, can_change
+from .kinds import is_own_module, is_value, kind
 from .pickling import dump
 from .reducers import reduces
-from .contents import update_in_place
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08006
 # `Settings` are an item of each payload with a job, behind all objects that the job needs:
@@ -28,10 +25,8 @@ from .contents import update_in_place
 #     each rank    loading them            sets what differs, and gives None in their place
 #
 # No function here is a collective. Used here:
-#   Variables               reads and sets variables of modules, classes and functions by name
-#   update_in_place(a, b)   copies contents; returns False if `a` is to be replaced by `b`
-#   Pickler.named, .own     lists: what was pickled by name; what of it is the user's own, for
-#                           `Definitions`, by which changes come back
+#   Pickler.named           a list of what was pickled by name
+#   kind(o)                 reads and sets the variables of a module, class or function by name
 
 # Their settings belong to a process, or are sent by others: those of output by `output`
 _LEFT_OUT = {*sys.stdlib_module_names,'torch','numpy','pandas','fastddp','cloudpickle','IPython',
@@ -51,7 +46,7 @@ class _Other(NamedTuple):
 
 def is_plain(v, depth=_MAX_DEPTH):
     "Return True for a number, text, path, small array and the like, and for a container of these"
-    if isinstance(v, ATOMS): return not isinstance(v, (types.ModuleType,types.CodeType))
+    if is_value(v): return True
     if type(v) in (torch.Tensor,np.ndarray):
         is_small = v.nbytes <= _MAX_BYTES and v.dtype != object
         return is_small and str(getattr(v, 'device', 'cpu')) == 'cpu'
@@ -59,6 +54,15 @@ def is_plain(v, depth=_MAX_DEPTH):
     if not depth or len(v) > _MAX_ITEMS: return False
     items = [*v, *v.values()] if type(v) is dict else v
     return all(is_plain(o, depth-1) for o in items)
+
+_NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
+             types.MemberDescriptorType, types.GetSetDescriptorType)
+
+def is_data(v):
+    "True for a value that is sent to the workers"
+    if isinstance(v, _NOT_DATA): return False
+    is_of_cell = type(v).__module__ == '__main__'
+    return is_of_cell or not callable(v) or isinstance(v, torch.nn.Module)
 
 def settings_of(o # A class or module
 ):
@@ -84,9 +88,11 @@ def set_settings(
         if isinstance(v, _Other):
             if own is _ABSENT or _type_name(own) != v.type: failed.append(name)
         elif not _is_same(own, v):
-            in_place = isinstance(v, (list,dict,set)) and update_in_place(own, v)
             try:
-                if not in_place: setattr(o, name, v)
+                if type(v) in (list,dict,set) and type(own) is type(v):
+                    own.clear()
+                    own.extend(v) if type(v) is list else own.update(v)
+                else: setattr(o, name, v)
             except Exception: failed.append(name)
     return failed
 
@@ -105,15 +111,6 @@ def _module_of(o):
     if isinstance(o, types.ModuleType): return o
     return sys.modules.get(getattr(o, '__module__', None))
 
-_is_user_file = functools.cache(is_user_file)
-
-def _is_own(module):
-    "True for a module of the user's own folder"
-    if type(module) is not types.ModuleType: return False
-    if module.__name__.partition('.')[0] in _LEFT_OUT: return False
-    file = getattr(module, '__file__', None)
-    return bool(file) and sys.modules.get(module.__name__) is module and _is_user_file(file)
-
 def library_settings(named # Classes, functions and modules
 ):
     "Return a list of `(module, qualified name of a class or None, settings)`"
@@ -122,7 +119,7 @@ def library_settings(named # Classes, functions and modules
         for cls in (o.__mro__ if isinstance(o, type) else (o,)):
             module = _module_of(cls)
             if module is None or module.__name__.partition('.')[0] in _LEFT_OUT: continue
-            if _is_own(module): continue
+            if is_own_module(module): continue
             owners[id(module)] = module.__name__,None,module
             if isinstance(cls, type): owners[id(cls)] = module.__name__,cls.__qualname__,cls
     found = [(module, name, settings_of(o)) for module,name,o in owners.values()]
@@ -152,7 +149,7 @@ def own_modules(named # Classes, functions and modules
     todo = [*map(_module_of, named)]
     while todo:
         module = todo.pop(0)
-        if id(module) in res or not _is_own(module): continue
+        if id(module) in res or not is_own_module(module): continue
         res[id(module)] = module
         todo += [_module_of(v) for v in vars(module).copy().values()
                  if isinstance(v, (types.ModuleType,type,types.FunctionType))]
@@ -164,33 +161,21 @@ def definitions_of(module):
                       if isinstance(v, (type,types.FunctionType)) and v.__qualname__ == k
                       and v.__module__ == module.__name__ and not isinstance(v, EnumMeta))]
 
-def library_variables():
-    "Return the variables of each imported module that isn't the user's own, a list of dicts"
-    modules = [m for m in sys.modules.copy().values() if not _is_own(m)]
-    return [vars(m) for m in modules if hasattr(m, '__dict__')]
-
-def own_variables(
-    o,          # A module, or a class or function of one
-    libraries   # What `library_variables` returned
+def own_variables(o # A module, or a class or function of one
 ):
-    """Return `{Variable: value}` of the variables that are sent to the workers: not those which the
-    module has imported from a library, where they have the same name"""
-    def is_imported(name, v):
-        return can_change(v) and any(variables.get(name) is v for variables in libraries)
+    "Return `{name: value}` of the variables that are sent to the workers"
     def is_sent(name, v):
-        key = str(name.key)
-        if name.kind == 'global' or key.startswith('_abc_') or key in _FLAGS: return False
+        if type(name) is tuple or name.startswith('_abc_') or name in _FLAGS: return False
         is_array = isinstance(v, (torch.Tensor,np.ndarray))
-        if is_array and v.nbytes > _MAX_OWN_BYTES: return False
-        return not (isinstance(o, types.ModuleType) and is_imported(key, v))
-    return {name:v for name,v in Variables().values(o).items() if is_sent(name, v)}
+        return is_data(v) and not (is_array and v.nbytes > _MAX_OWN_BYTES)
+    return {name:v for name,v in kind(o).attrs(o).items() if is_sent(name, v)}
 
 def set_own_variables(o, values):
     "Set what `own_variables` returned in another process"
-    own = Variables().values(o)
+    own = kind(o).attrs(o)
     for name,v in values.items():
-        if not can_change(v) and name in own and is_plain(v) and _is_same(own[name], v): continue
-        with suppress(Exception): Variables().update(o, {name:v}, ())
+        if name in own and is_plain(v) and is_value(v) and _is_same(own[name], v): continue
+        with suppress(Exception): kind(o).write(o, {name:v}, [], None)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800e
 _process_token = uuid.uuid4().hex   # two machines may have processes of the same pid
@@ -200,7 +185,7 @@ def _this_process(): return _process_token,os.getpid()
 
 class Settings:
     """Is pickled as the settings of what was pickled before it, and loaded as None. Make it an item
-    behind all others but `Definitions`"""
+    behind all others"""
     # True: leave out variables of own modules that can't be pickled. They needn't be: most are
     # made by the import
     checks = False
@@ -208,10 +193,7 @@ class Settings:
 @reduces(Settings)
 def _(settings, pickler):
     modules = own_modules(pickler.named)
-    libraries = library_variables() if modules else []
-    own = {id(o):(o, own_variables(o, libraries))
-           for module in modules for o in definitions_of(module)}
-    pickler.own = [o for o,_ in own.values()]
+    own = {id(o):(o, own_variables(o)) for module in modules for o in definitions_of(module)}
     rows = [(o, values) for o,values in own.values() if values]
     if settings.checks:
         rows = [(o, {k:v for k,v in values.items() if _can_be_pickled(v)}) for o,values in rows]

@@ -191,14 +191,26 @@ def _import_quietly(libraries, path):
     for fd in (nowhere, *outputs): os.close(fd)
 
 # %% ../../nbs/process/404_helper.ipynb #a2bbc153
+_GPUS = 'CUDA_VISIBLE_DEVICES'
+
+# Files that a process has open once it has started CUDA or ROCm, by torch or without it
+_OF_GPUS = '/dev/nvidia-uvm','/dev/kfd'
+
+def _has_started_gpu():
+    "True if this process has started a GPU, by `_OF_GPUS`"
+    files = []
+    for o in glob('/proc/self/fd/*'):
+        with suppress(OSError): files.append(os.readlink(o))
+    return any(o in _OF_GPUS for o in files)
+
 def _threads_after_fork():
     """Fork a process that exits at once, and return how many threads this process still has, which
-    later forks lack; infinity if the fork couldn't use the GPU"""
+    later forks lack; infinity if a fork couldn't use the GPU"""
     pid = os.fork()
     if not pid:
         from fastddp.base.device import in_bad_fork
         os._exit(in_bad_fork())
-    if os.waitpid(pid, 0)[1]: return float('inf')
+    if os.waitpid(pid, 0)[1] or _has_started_gpu(): return float('inf')
     # Those of OpenBLAS, which numpy imports, have ended before the fork. jemalloc, of pyarrow,
     # starts its own again in a fork
     names = []
@@ -206,9 +218,15 @@ def _threads_after_fork():
         with suppress(OSError), open(o) as f: names.append(f.read().strip())
     return sum(o != 'jemalloc_bg_thd' for o in names)
 
-def _import_libraries(libraries, path):
+def _import_libraries(libraries, path,
+    gpus # The notebook's variable `_GPUS`, which they see; None: it isn't set
+):
     "Import them as `_import_quietly`; exit if this process couldn't fork workers afterwards"
+    from fastddp.base.device import reset_device_count
     n_before = _threads_after_fork()
+    del os.environ[_GPUS]
+    if gpus is not None: os.environ[_GPUS] = gpus
+    reset_device_count()
     _import_quietly(libraries, path)
     if _threads_after_fork() > n_before: os._exit(1)
 
@@ -292,7 +310,9 @@ def _serve_forks(sock):
             _report_ended(status_pipes)
         if not (status_pipes or sock in sources): os._exit(0)
         if sock not in ready: continue
-        request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
+        # the notebook may close its end without having read that this helper is ready
+        try: request,fds,*_ = socket.recv_fds(sock, 1<<16, 2)
+        except ConnectionResetError: request = b''
         if request: _answer(request, fds, [sock.fileno(), woken, wake], status_pipes)
         else:       # the notebook's end is closed
             if not status_pipes: os._exit(0)
@@ -300,16 +320,19 @@ def _serve_forks(sock):
 
 # %% ../../nbs/process/404_helper.ipynb #9de0a3f5
 def _begin_helper(parent_pid): # As of `serve`
-    "Have this process end with its parent, ignore Ctrl-C, and see no GPU"
+    """Have this process end with its parent, ignore Ctrl-C, and see no GPU. Returns the value that
+    `_GPUS` had, or None"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     if parent_pid:
         end_with_parent()
         if os.getppid() != parent_pid: os._exit(0)      # it ended before the line above
-    os.environ['CUDA_VISIBLE_DEVICES'] = ''
+    gpus = os.environ.get(_GPUS)
+    os.environ[_GPUS] = ''
     # Has torch.cuda.is_available() ask the driver's library, not the CUDA runtime
     os.environ['PYTORCH_NVML_BASED_CUDA_CHECK'] = '1'
     # The notebook has shown these warnings when it imported the same libraries.
     warnings.simplefilter('ignore')
+    return gpus
 
 # %% ../../nbs/process/404_helper.ipynb #5a6d6a2b
 def serve(
@@ -323,15 +346,16 @@ def serve(
     `libraries` it exits instead if it can't fork after their import, else sends a message"""
     global _in_worker
     _in_worker = True
-    _begin_helper(parent_pid)
+    gpus = _begin_helper(parent_pid)
     gc.disable()    # collections would take a third of the time of the imports
     for o in modules: _import(o)
     sock = socket.socket(fileno=fd)
-    if libraries: _import_libraries(libraries, path)
+    if libraries: _import_libraries(libraries, path, gpus)
     gc.collect()
     gc.freeze()
     gc.enable()
-    if libraries: sock.send(b'ready')
+    if libraries:
+        with suppress(BrokenPipeError): sock.send(b'ready')
     _serve_forks(sock)
 
 def run_spawned(
@@ -352,14 +376,14 @@ def _start_python(
 ):
     "Start a new Python in a session of its own that makes the `call`, and return its `Popen`"
     package = os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__))
-    path = os.pathsep.join(filter(None, [os.path.dirname(package), os.environ.get('PYTHONPATH')]))
     # `-c` puts the working directory first on the import path, where a `random.py` may lie; sorting
-    # moves it to the end. The code defines no names in `__main__`.
+    # moves it to the end. The folder of this package goes first: not by PYTHONPATH, which a Python
+    # with `-I` ignores. The code defines no names in `__main__`.
     code = ("__import__('sys').path.sort(key=''.__eq__); "
+            f"__import__('sys').path.insert(0, {os.path.dirname(package)!r}); "
             f"__import__('fastddp.process.helper', fromlist=['']).{call}")
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
-    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
-                            env={**os.environ, 'PYTHONPATH': path})
+    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
 
 # %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:

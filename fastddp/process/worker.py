@@ -80,7 +80,10 @@ class Surroundings(NamedTuple):
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()
 
 # %% ../../nbs/process/405_worker.ipynb #d0392417
-_HEAD = struct.Struct('=Q?')    # bytes of the pickle, and whether a descriptor comes with it
+# a magic number, which is no UTF-8 text; whether a descriptor comes with the message; bytes of the
+# pickle, of which there can't be more than 4 GB
+_HEAD = struct.Struct('=3s?I')
+_MAGIC = b'\xfdDW'
 _CLOEXEC = getattr(socket, 'MSG_CMSG_CLOEXEC', 0)
 
 TOO_MANY_FILES = ("This process has too many files open: close some, or raise the limit "
@@ -96,7 +99,7 @@ class Pipe:
         self._send_lock = threading.Lock()
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.ended = False      # True once nothing more will come
-        self._has_lost = False  # True once the system had no descriptor for one that was sent
+        self._has_failed = False  # True once `receive` has raised
         # Of messages that are not complete yet. The descriptors are in the order of the messages
         self._received = bytearray()
         self._fds = []
@@ -112,9 +115,13 @@ def send(self:Pipe,
     *msg,       # Its kind and its values, which cloudpickle can pickle
     fd=None     # A file descriptor, which the receiver gets as the last value
 ):
-    "Send a message; raises an OSError if the other end is closed"
+    """Send a message. Raises an OSError if the other end is closed, and `CantDistribute` for one
+    that is too large"""
     data = cloudpickle.dumps(msg, protocol=5)
-    head = _HEAD.pack(len(data), fd is not None)
+    if len(data) >= 1<<32:
+        raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than the "
+                             "4 GB that can be sent. Tensors and arrays are sent beside it.")
+    head = _HEAD.pack(_MAGIC, fd is not None, len(data))
     with self._send_lock:
         if fd is None: sent = self.sock.sendmsg([head, data])
         else: sent = socket.send_fds(self.sock, [head, data], [fd])
@@ -128,8 +135,8 @@ def receive(self:Pipe,
 ):
     """Return all messages that are complete by now, without waiting. The caller closes their
     descriptors. Raises `CantDistribute`, once, if this process has no descriptor left for one
-    that was sent; then there are no further messages"""
-    if self._has_lost: return []
+    that was sent, or if other code has written to the pipe; then there are no further messages"""
+    if self._has_failed: return []
     try:
         for _ in range(max_reads): self._read()
     except BlockingIOError: pass        # all is read
@@ -144,7 +151,7 @@ def _read(self:Pipe):
     data,ancillary,*rest = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
     if not data: raise ConnectionResetError
     if rest[0] & socket.MSG_CTRUNC:     # the flags of the message
-        self.ended = self._has_lost = True
+        self.ended = self._has_failed = True
         raise CantDistribute(f"{TOO_MANY_FILES}.")
     self._received += data
     for *_,fds in ancillary: self._fds += array.array('i', fds)
@@ -153,7 +160,12 @@ def _read(self:Pipe):
 def _next_message(self:Pipe):
     "Remove and return the first message; None while a part of it is missing"
     if len(self._received) < _HEAD.size: return None
-    nbytes,has_fd = _HEAD.unpack_from(self._received)
+    magic,has_fd,nbytes = _HEAD.unpack_from(self._received)
+    if magic != _MAGIC:
+        self.ended = self._has_failed = True
+        raise CantDistribute("Something in a worker has written to the descriptor of its "
+                             "connection to the notebook. Does your code write to one that it "
+                             "hasn't opened?")
     end = _HEAD.size+nbytes
     if len(self._received) < end: return None
     data = bytes(memoryview(self._received)[_HEAD.size:end])
@@ -399,7 +411,8 @@ def _call_entry(channel, task):
     pickle.loads(task.surroundings).enter()
     fn = resolve_function(task.entry)
     if is_early: return fn(channel, task.config)
-    res = fn(channel, task.packed.meta, task.block.read(task.packed), task.config)
+    buffers = task.block.read(task.packed, notes_original=True)
+    res = fn(channel, task.packed.meta, buffers, task.config)
     channel.where = 'returning'
     channel.put('result', res)
     channel.send('done')

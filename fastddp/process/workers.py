@@ -73,6 +73,7 @@ class Heartbeats:
             if found := self._page.read(row):
                 return Heartbeat(*found[:-1], found[-1].decode(errors='replace'))
         return Heartbeat()
+    def close(self): self._page.memory.close()
     def clear(self):
         "Replace all heartbeats by empty ones, before a new job"
         for i in range(len(self._page)): self.write(i, Heartbeat())
@@ -311,6 +312,7 @@ def stop(self:Workers,
     for p in self.procs.values(): _kill_children_of_dead(p.pid)
     for o in self.pipes.values(): o.close()
     self.forget()
+    if beats := vars(self).pop('_heartbeats', None): beats.close()
     remove_folder(self.dir)
     survivors = [p.pid for p in self.procs.values() if p.is_alive()]
     for p in self.procs.values(): p.close()

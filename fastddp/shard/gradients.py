@@ -125,9 +125,11 @@ def average_sparse(p # A parameter without gradient, or with a sparse one, as of
     values = torch.cat(values).to(p.device)/group.world_size()
     p.grad = torch.sparse_coo_tensor(indices, values, p.shape, check_invariants=False).coalesce()
 
-def has_values(grad):
-    "Return True if a gradient, which may be sparse, has a value other than 0"
-    return bool((grad.coalesce().values() if grad.is_sparse else grad).any())
+def have_values(grads):
+    """Return True if one of these gradients, which may be sparse, has a value other than 0. The
+    host waits for a GPU once"""
+    found = [(o.coalesce().values() if o.is_sparse else o).any() for o in grads]
+    return bool(found) and bool(torch.stack([o.to(found[0].device) for o in found]).any())
 
 # %% ../../nbs/shard/312_gradients.ipynb #d4fc5dbc
 # How a batch averages gradients over ranks
@@ -315,6 +317,12 @@ class Overlapped:
         self.built_for = None       # the `_config()` for which it was made
         self.graph_checked = False  # `_check_graph` has seen its first graph
         self.n_passes = 0           # that it ran
+    def set_in_forward(self, is_in_forward):
+        """Say whether the model's forward pass runs. Only in that of a DDP module torch.compile
+        cuts its graph at DDP's buckets; else the backward pass hands all gradients out at its end.
+        (An attribute of torch's that only torch.compile reads)"""
+        ddp = self.ddp if is_in_forward else None
+        nn.parallel.DistributedDataParallel._active_ddp_module = ddp
     def _unhidden_secs(self):
         "Return the mean seconds per pass of exchange during which no backward pass ran"
         # A private method of torch's, which raises before the first steps. Times in nanoseconds

@@ -122,13 +122,15 @@ def loss_divisor(loss_func,
     weights = class_weights(loss_func)
     has_classes = len(yb) == 1 and not y.dtype.is_floating_point
     if weights is None or not has_classes: return y.numel()*share
-    return _target_weight(y, *weights)*share
+    total = _target_weight(y, *weights)
+    # on a GPU each operation here is a kernel in each step
+    return total if share == 1 else total*share
 
 def _target_weight(y, weight, ignore_index):
     "Return the sum of the weights of the targets that aren't ignored, a scalar tensor"
     y = y.as_subclass(torch.Tensor)     # fastai's kinds of tensors make each operation slower
     kept = y != ignore_index
-    if weight is None: return kept.sum()
+    if weight is None: return kept.sum(dtype=torch.float)
     classes = torch.where(kept, y, 0).long()
     return torch.where(kept, weight.to(y.device)[classes], 0.).sum()
 
@@ -153,13 +155,14 @@ class LossPart(NamedTuple):
         """Return the factor on this rank's loss. The mean over ranks is then the loss of the global
         batch"""
         if self.is_sum: return n*self.divisor
-        if isinstance(total, torch.Tensor): return torch.where(total > 0, n*self.divisor/total, 0.)
+        # `total` is 0 only where this rank's divisor is
+        if isinstance(total, torch.Tensor): return n*self.divisor/total.clamp(min=1e-30)
         return n*self.divisor/total if total else 0.
     def weighted(self, loss):
         "Return `loss` times the divisor, this rank's term of the global loss"
         # If no item counts, `loss` is NaN
         if isinstance(self.divisor, torch.Tensor):
-            return torch.where(self.divisor > 0, loss, 0.)*self.divisor
+            return torch.where(self.divisor > 0, loss*self.divisor, self.divisor)
         if self.divisor: return loss*self.divisor
         return loss.new_zeros(()) if isinstance(loss, torch.Tensor) else 0.
     def global_loss(self,

@@ -11,12 +11,40 @@ import contextlib, warnings
 import torch
 from torch import nn
 from torch.nn import functional as F
-from torch.nn.modules._functions import SyncBatchNorm
+from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
 
 from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+
+# %% ../../nbs/shard/311_same_model.ipynb #3eedf25b
+class SyncBatchNorm(TorchSyncBatchNorm):
+    """torch's function with another forward pass. torch's leaves out the statistics of ranks
+    without rows, of which the host learns only from the GPU: it waits three times in each layer"""
+    @staticmethod
+    def forward(ctx, input, weight, bias, running_mean, running_var, eps, momentum,
+                process_group, n):
+        formats = torch.channels_last,torch.channels_last_3d
+        if not any(input.is_contiguous(memory_format=o) for o in formats):
+            input = input.contiguous()
+        if weight is not None: weight = weight.contiguous()
+        n_channels = input.shape[1]
+        if input.numel():
+            mean,invstd = torch.batch_norm_stats(input, eps)
+            own = torch.cat([mean, invstd, mean.new_full((1,), input.numel()//n_channels)])
+        else: own = torch.zeros(2*n_channels+1, device=input.device)
+        means,invstds,counts = group.all_gather_stacked(own).split(n_channels, 1)
+        # zeros, of a rank without rows, would make NaNs; these are lost in rounding
+        counts = counts.clamp(min=1e-30).view(-1)
+        if running_mean is not None: counts = counts.to(running_mean.dtype)
+        mean,invstd = torch.batch_norm_gather_stats_with_counts(
+            input, means, invstds.clamp(min=1e-10), running_mean, running_var, momentum, eps,
+            counts)
+        ctx.save_for_backward(input, weight, mean, invstd, counts.to(torch.int32))
+        ctx.process_group = process_group
+        if not input.numel(): return torch.empty_like(input)
+        return torch.batch_norm_elemt(input, weight, bias, mean, invstd, eps)
 
 # %% ../../nbs/shard/311_same_model.ipynb #3eedf25a
 _BN = nn.modules.batchnorm._BatchNorm
@@ -35,7 +63,7 @@ def _bn_of_tensors(model):
 def synced_bn(model):
     """Context manager in which batch norms of `model` that train use the statistics of all ranks;
     those in evaluation mode, such as frozen ones, don't. The modules stay as they are: what calls
-    `F.batch_norm` with their tensors calls the function of `nn.SyncBatchNorm`"""
+    `F.batch_norm` with their tensors calls `SyncBatchNorm`"""
     known = _bn_of_tensors(model)
     n = group.world_size()
     if n == 1 or not known:
@@ -89,19 +117,24 @@ def first_of(names, most):
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
 def _checksum(p):
-    "Return the sum of all bits of a parameter, in words of 64, as a number"
+    "Return the sum of all bits of a parameter, in words of 64, as a scalar tensor"
     data = p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
     # a view as words must begin at a multiple of 8 bytes
     if data.storage_offset()%8: data = data.clone()
     n = len(data)//8*8
-    return (data[:n].view(torch.int64).sum()+data[n:].sum()).item()
+    return data[:n].view(torch.int64).sum()+data[n:].sum()
+
+def _checksums(params):
+    "Return the `_checksum` of each parameter as a list of numbers; the host waits for a GPU once"
+    sums = [_checksum(p) for p in params]
+    return torch.stack([o.to(sums[0].device) for o in sums]).tolist() if sums else []
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
 ): # `(names of the parameters that differed, the largest difference of an element)`
     "Give all ranks rank 0's values of the parameters that differ. A collective operation"
     named = [(name,p) for name,p in named if p.numel()]
-    checksums_of_ranks = group.all_gather_object([_checksum(p) for _,p in named])
+    checksums_of_ranks = group.all_gather_object(_checksums([p for _,p in named]))
     differ = [pair for pair,*checksums in zip(named, *checksums_of_ranks)
               if len({*checksums}) > 1]
     if not differ: return [],0.

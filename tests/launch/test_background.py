@@ -8,11 +8,13 @@ from fastai.callback.training import GradientClip
 from fastai.learner import AvgMetric
 from fastai.metrics import accuracy
 from torch import nn
+import fastddp
 from fastddp.all import CantDistribute, InProcess, Local, RankRaised, ranch
 from fastddp.fastai2 import learner_job, resume
 from fastddp.launch import background, held_gpus, session
 from fastddp.launch.engine import Job
 from fastddp.process.helper import sweep
+from fastddp.ranch import spawn
 from parity import learner, mlp, seed, values, warm
 from spread import long_but
 from test_interrupt import wait_for
@@ -444,6 +446,24 @@ def test_ranch():
     with pytest.raises(CantDistribute, match='caller_rank=None'): ranch(2, os.getpid, wait=False)
 
 
+def test_a_job_whose_variable_is_lost(two):
+    "Also one that waits for another, and what `spawn` has begun"
+    learn = learner(cbs=[Slow()])
+    job = learn.distrib_fit(500, wait=False, **two)
+    job.then(learner().distrib_fit, 500, **two)
+    spawned = spawn(sleeps, nprocs=2, join=False)
+    trains, waits, sleeping = map(repr, fastddp.jobs())
+    assert trains.endswith('fit(500), running') and 'waiting for job' in waits and 'spawn(sleeps' in sleeping
+    first_epoch(job)
+    for o in fastddp.jobs()[::-1]: o.stop()
+    until(lambda: not fastddp.jobs())
+    with pytest.raises(KeyboardInterrupt): spawned.join(60)
+    assert job.state == 'stopped' and job.result() is None
+
+
+def sleeps(rank): time.sleep(600)
+
+
 class Cut(Callback):
     "The kernel ends in the third epoch"
     def before_epoch(self):
@@ -497,7 +517,7 @@ def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch
         if len(tries) == 1: raise OSError('disk full')
     monkeypatch.setattr(resume.time, 'monotonic', lambda: now[0])
     monkeypatch.setattr(resume, 'write_checkpoint', full)
-    monkeypatch.setattr(resume, 'dump_call', lambda fit_call: None)
+    for name in 'dump_call', 'weights_in': monkeypatch.setattr(resume, name, lambda *_: None)
     write = resume.checkpoint_writer('10min')
     fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False)
     with pytest.warns(UserWarning, match='disk full'):
@@ -676,7 +696,7 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
     path, evil = resume.checkpoint_path(learn), pickle.dumps(Evil(done))
     if where == 'instead of the file':
         path.write_bytes(evil)
-        with pytest.raises(CantDistribute, match='or no checkpoint of fastddp'): learn.distrib_resume('distrib')
+        with pytest.raises(CantDistribute, match='no checkpoint of fastddp'): learn.distrib_resume('distrib')
     elif where == 'of another model':
         resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):

@@ -1,14 +1,15 @@
 """The notebook as a rank of `ranch` and `in_torchddp`: what it keeps, a table of faults, Ctrl-C at any moment. After
 each call the process is as before, and the next call works. Limits are bounds of tests that wait: nothing is timed."""
-import gc, json, os, random, resource, signal, subprocess, sys, threading, time
+import collections, gc, json, logging, os, random, resource, signal, subprocess, sys, threading, time
 from pathlib import Path
-import pytest, torch, torch.distributed as dist
+import psutil, pytest, torch, torch.distributed as dist
 from fastddp.all import CantDistribute, RankDied, RankRaised, TorchDDPCtx, in_torchddp, ranch
 from fastddp.base import group
 from fastddp.base.errors import GroupTimeout
 from fastddp.launch import caller
 from learners import make_learner
 from spread import long_but
+from traces import handlers
 
 CPU = dict(use_gpu=False)
 root = Path(__file__).resolve().parent.parent.parent
@@ -24,13 +25,21 @@ def total(x=1.):
 
 
 def state():
-    "What a call must not change in this process"
+    "What a call must not change in this process. A collection of garbage is no excuse: descriptors go at once"
     env = {k: v for k, v in os.environ.items() if k != 'PYTEST_CURRENT_TEST'}
     return dict(env=env, cwd=os.getcwd(), threads=torch.get_num_threads(),
-                handler=signal.getsignal(signal.SIGINT), group=group.in_group(),
+                handlers=handlers(), group=group.in_group(),
+                hooks=[sys.excepthook, sys.displayhook, sys.unraisablehook, threading.excepthook],
+                logging=[*logging.getLogger().handlers], listeners=listeners(),
                 names=sorted(t.name for t in threading.enumerate() if t.name.startswith('fastddp')),
                 sockets=sorted(o for o in map(target, os.listdir('/proc/self/fd')) if o.startswith('socket:')),
-                pipes=sum(target(o).startswith('pipe:') for o in os.listdir('/proc/self/fd')))
+                others=collections.Counter(target(o).split(':')[0] for o in os.listdir('/proc/self/fd')
+                                           if not target(o).startswith(('socket:', '/proc/'))))
+
+
+def listeners():
+    "Ports on which this process listens"
+    return {o.laddr.port for o in psutil.Process().net_connections('tcp') if o.status == psutil.CONN_LISTEN}
 
 
 def target(fd):
@@ -43,23 +52,18 @@ def averaged(model):
     ddp(torch.ones(1, 2)).sum().backward()
 
 
-@pytest.fixture(scope='module')
-def torch_has_begun():
-    "torch keeps some descriptors of its first backward pass"
-    in_torchddp(2, averaged, torch.nn.Linear(2, 1), **CPU)
-
-
 @pytest.fixture
-def as_before(torch_has_begun):
+def as_before():
     ranch(2, me)        # the helper has its connections
-    before = state()
-    yield
     gc.collect()
+    before = state()
+    gc.disable()
+    yield
     # one that was killed while gloo connected is waited for in a thread, for a while
     for thread in threading.enumerate():
         if thread.name == 'fastddp-join': thread.join(60)
-    gc.collect()
     after = state()
+    gc.enable()
     assert {k: (before[k], after[k]) for k in before if before[k] != after[k]} == {}
     assert signal.set_wakeup_fd(-1) == -1
     assert in_torchddp(2, total, **CPU) == 2. and ranch(2, me) == [0, 1]
@@ -176,9 +180,38 @@ def test_a_notebook_in_the_main_thread(path, tmp_path):
     assert r.returncode == 0, r.stdout+r.stderr
 
 
+def test_a_fit_inside(as_before):
+    "In a process in which torch has made no DDP yet, too: no part of torch keeps the group"
+    def fit(): make_learner().distrib_fit(1)
+    in_torchddp(2, fit, **CPU)
+    gc.collect()        # a learner refers to itself
+
+
+NEW = '''
+import gc, os, sys
+sys.path[:0] = [{tests!r}, {tests!r}+'/launch']
+import torch
+from test_caller import CPU, averaged, in_torchddp, state, total
+if __name__ == '__main__':
+    in_torchddp(2, total, **CPU)
+    before = state()
+    in_torchddp(2, averaged, torch.nn.Linear(2, 1), **CPU)
+    after = state()
+    print({{k: (before[k], after[k]) for k in before if before[k] != after[k]}})
+'''
+
+
+def test_the_first_ddp_of_a_process(tmp_path):
+    (tmp_path/'new.py').write_text(NEW.format(tests=str(root/'tests')))
+    r = subprocess.run([sys.executable, '-W', 'ignore', 'new.py'], cwd=tmp_path, capture_output=True, text=True,
+                       timeout=100)
+    assert r.stdout.endswith('{}\n'), r.stdout+r.stderr
+
+
 # Refusals
 
-def test_refusals(as_before):
+def test_refusals(as_before, monkeypatch):
+    monkeypatch.setattr(sys, 'excepthook', sys.excepthook)      # torch replaces it
     with pytest.raises(CantDistribute, match='wait=False.*caller_rank=None'): ranch(2, me, wait=False)
     store = dist.HashStore()
     dist.init_process_group('gloo', store=store, rank=0, world_size=1)

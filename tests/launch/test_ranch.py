@@ -492,6 +492,29 @@ def test_spawn_to_join_later(tmp_path):
     with pytest.raises(RankRaised, match='rank 1 raised ValueError: oh no'): job.join()
 
 
+class Unloadable:
+    "Can be sent, and raises where it is loaded"
+    def __init__(self, error): self.error = error
+    def __getstate__(self): return self.__dict__
+    def __setstate__(self, state): raise state['error']
+
+
+@pytest.mark.parametrize('error', [ValueError('no'), SystemExit(3)])
+def test_a_result_that_cannot_be_loaded(error):
+    says = f'The result of rank 0 can.t be sent to the notebook .{type(error).__name__}: '
+    with pytest.raises(NotPicklable, match=says): ranch(2, lambda: Unloadable(error), caller_rank=None)
+    # the notebook's own result needs no pickle
+    with pytest.raises(NotPicklable, match=says.replace('0', '1')): ranch(2, Unloadable, error)
+
+
+def test_a_ranch_inside_of_a_ranch(capsys):
+    "In the notebook's process and in a worker: it says that each starts workers of its own"
+    pids = [*ranch(2, ranch, 2, os.getpid)[0], *ranch(2, lambda: ranch(2, os.getpid))[1]]
+    assert len({*pids}) == 4 and pids[0] == os.getpid()
+    said = capsys.readouterr().out
+    assert said.count('inside of a ranch: each process that calls it starts 1 worker of its own') == 2
+
+
 def test_nothing_runs_afterwards():
     assert [o for o in ranch(3, os.getpid) if psutil.pid_exists(o)] == [os.getpid()]
 

@@ -1,5 +1,5 @@
 """Several machines: two hosts made of network namespaces, two ranks on each. What holds on one machine holds there."""
-import json, os, re, shutil, subprocess, sys, tempfile, threading, time
+import contextlib, json, os, re, shutil, subprocess, sys, tempfile, threading, time
 from importlib.metadata import version
 from pathlib import Path
 import psutil, pytest, torch
@@ -88,6 +88,18 @@ def test_ranks_know_where_they_are(hosts, monkeypatch):
 def at_the_board(ctx, _):
     b = board.group_board()
     return [*b.on_host], b.between_hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
+
+
+def secrets_here(): return {k: os.environ.get(k) for k in ('MY_API_KEY', 'DB', 'HF_TOKEN')}
+
+
+def test_secrets_stay_in_the_notebook(hosts, monkeypatch):
+    "Apart from those that are named"
+    for k, v in dict(MY_API_KEY='a', DB='postgres://me:b@host', HF_TOKEN='c').items(): monkeypatch.setenv(k, v)
+    for m in hosts.machines: monkeypatch.setattr(m, 'secrets', ['HF_TOKEN'])
+    def seen(ctx, obj): return secrets_here()
+    found = hosts.run(Job.of(seen, None), 4).results
+    assert found == [dict(MY_API_KEY=None, DB=None, HF_TOKEN='c')]*4
 
 
 def test_the_ranks_meet_over_one_page_per_host_and_one_exchange(hosts):
@@ -274,6 +286,26 @@ def test_a_machine_dies(hosts, net, shared):
         killer.kill()
         killer.wait()
     assert gone(there, 10) == []
+    assert_same(*fit_both(learner(), 4, hosts, 1))
+
+
+def test_a_machine_freezes(hosts, net, shared):
+    "As one that is suspended: nothing of it answers, and nothing ends. When it wakes up, its processes end"
+    hosts.place(4)
+    learn, agent = learner(train=4000, cbs=[Slow(.01, shared)]), agent_of(hosts, 1)
+    learn.distrib_fit(1, nprocs=4, launcher=hosts)
+    there = [agent, *agent.children(recursive=True)]
+    (shared/'done3').unlink(missing_ok=True)
+    stop = f'until [ -e {shared}/done3 ]; do sleep .01; done; kill -STOP {" ".join(str(o.pid) for o in there)}'
+    with subprocess.Popen(['sh', '-c', stop]) as freezer:
+        try:
+            with pytest.raises(RankDied, match=f'on {net.b} died: no message from {net.b} for 6 s'):
+                learn.distrib_fit(50, nprocs=4, launcher=hosts)
+        finally:
+            freezer.kill()
+            for o in there:
+                with contextlib.suppress(psutil.NoSuchProcess): o.resume()
+    assert gone(there, 60) == []
     assert_same(*fit_both(learner(), 4, hosts, 1))
 
 

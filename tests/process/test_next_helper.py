@@ -67,6 +67,15 @@ def test_the_next_call_finds_it_imported(module):
     assert not helper._next and lib.__name__ in helper.ensure_helper().libraries
 
 
+def test_a_library_that_looks_for_gpus_at_its_import_finds_the_notebooks(module, monkeypatch):
+    monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
+    saw = '__saw__ = os.environ.get("CUDA_VISIBLE_DEVICES")'
+    lib = module('lib_of_gpus', more=f'{saw}\ndef saw(): return __saw__, here()')
+    assert imported_by_workers(lib.saw) == ('0,1', True)
+    wait_for_next()
+    assert imported_by_workers(lib.saw) == ('0,1', False)
+
+
 @pytest.mark.full
 def test_another_library_comes_beside_the_first(module):
     lib = module('lib_slow')

@@ -4,7 +4,7 @@ import psutil, pytest
 from fastddp.base.errors import CantDistribute
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.buffers import Block
-from fastddp.process import helper, workers
+from fastddp.process import helper, worker, workers
 from fastddp.process.worker import Channel
 from fastddp.process.workers import Workers
 
@@ -140,3 +140,25 @@ def test_out_of_descriptors_in_the_helper(started):
     assert popen.poll() is None
     w = started([0])
     run(w, nothing)
+
+
+def writes_to_its_pipe(channel, meta, buffers, config):
+    "As code that closes a descriptor twice, and writes to the second one"
+    os.write(channel._pipe.fileno(), b'epoch 1: loss .5\n'*100)
+    time.sleep(600)
+
+
+def test_other_code_writes_to_the_pipe(started):
+    "It is no length of a message, to which the notebook would wait"
+    w = started([0])
+    with pytest.raises(CantDistribute, match='written to the descriptor'): run(w, writes_to_its_pipe)
+    w.stop(0)
+
+
+def test_a_message_that_is_too_large(monkeypatch):
+    class Large(bytes):
+        def __len__(self): return 5 << 30
+    monkeypatch.setattr(worker.cloudpickle, 'dumps', lambda *args, **kwargs: Large())
+    ours, theirs = map(worker.Pipe, socket.socketpair())
+    with pytest.raises(CantDistribute, match='a pickle of 5.0 GB'): ours.send('event', None)
+    for o in ours, theirs: o.close()

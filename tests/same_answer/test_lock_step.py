@@ -4,12 +4,13 @@ import json, os, subprocess, sys
 from pathlib import Path
 import pytest, torch
 from fastai.callback.core import Callback, CancelFitException, CancelStepException, CancelTrainException
+from fastai.callback.fp16 import MixedPrecision
 from fastai.callback.schedule import LRFinder
-from fastai.callback.training import GradientAccumulation
+from fastai.callback.training import GradientAccumulation, GradientClip
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from torch import nn
-from fastddp.base import group
+from fastddp.base import board, group
 from fastddp.base.errors import RankRaised
 from parity import alone_like, assert_ranks_alike, largest, learner, mlp, seed, warm
 from test_decisions import EVENTS, RAISES, AtEnd, Leave, rank_that_leaves
@@ -227,3 +228,22 @@ def test_under_torchrun(tmp_path):
         seed(1)
         one.fit(2, cbs=[Leave(event, kind, 0, at)])
         assert largest([torch.tensor(o) for o in weights], [p.flatten() for p in one.model.parameters()]) < 1e-5
+
+
+class NotesMeetings(nn.Module):
+    "The number of the ranks' last meeting at each forward pass: no callback notes it, as that would add a vote"
+    def __init__(self):
+        super().__init__()
+        self.net, self.at = mlp(), []
+    def forward(self, x):
+        if self.training: self.at.append(board.group_board().meeting)
+        return self.net(x)
+
+
+@pytest.mark.parametrize('cb,n', [(None, 1), (MixedPrecision(amp_mode='bf16'), 2), (GradientClip(1.), 1),
+                                  (GradientAccumulation(1000), 2)], ids=str)
+def test_the_ranks_meet_where_a_callback_of_fastais_may_leave_only(ranks, cb, n):
+    learn = learner(train=33, bs=2, model=NotesMeetings(), cbs=cb)
+    learn.distrib_fit(1, nprocs=ranks[0], launcher=ranks[1])
+    at = learn.model.at
+    assert {b-a for a, b in zip(at[1:4], at[2:5])} == {n}, at

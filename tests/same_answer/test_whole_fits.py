@@ -340,7 +340,8 @@ class Notes(Callback):
     def before_fit(self): self.numbers = str(np.full(1, 1/3))
     def after_fit(self):
         own = [torch.get_float32_matmul_precision() == 'high', torch.are_deterministic_algorithms_enabled(),
-               torch.backends.cudnn.benchmark, torch.get_default_dtype() == torch.float64]
+               torch.backends.cudnn.benchmark, torch.backends.cuda.cudnn_sdp_enabled(),
+               torch.get_default_dtype() == torch.float64]
         self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
@@ -355,11 +356,12 @@ def test_what_the_notebook_set(two):
         torch.set_float32_matmul_precision('high')
         torch.use_deterministic_algorithms(True)
         torch.backends.cudnn.benchmark = True
+        torch.backends.cuda.enable_cudnn_sdp(False)
         learn = fit()
-        assert learn.notes.ranks == [[[1, 1, 1, 0]]]*2
+        assert learn.notes.ranks == [[[1, 1, 1, 0, 0]]]*2
         assert learn.notes.numbers == '[0.33]'
     finally: take_settings(before)
-    assert fit().notes.ranks == [[[0, 0, 0, 0]]]*2
+    assert fit().notes.ranks == [[[0, 0, 0, 1, 0]]]*2
 
 
 def dtype_there(ctx, _): return str(torch.get_default_dtype())

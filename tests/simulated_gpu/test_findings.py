@@ -66,6 +66,31 @@ def test_batch_norm_is_that_of_one_process(n, norm):
     assert_alike(one, many, metrics_tol=1e-4 if one.model[1].track_running_stats else .1)
 
 
+def normalized(x, sizes):
+    "What a batch norm makes of this rank's rows of `x`, their gradient, and the running statistics; of all ranks"
+    from fastddp.shard.same_model import synced_bn
+    bn = nn.BatchNorm1d(x.shape[1]).to(x.device)
+    x = x.split(sizes)[group.rank()].clone().requires_grad_()
+    with synced_bn(bn): y = bn(x)
+    y.pow(3).sum().backward()
+    grad = x*0 if x.grad is None else x.grad        # torch gives no rows no gradient
+    of_ranks = group.all_gather_object([y.detach(), grad.detach(), bn.running_mean, bn.running_var])
+    return [*(torch.cat(o) for o in zip(*(o[:2] for o in of_ranks))), *of_ranks[-1][2:]]
+
+
+@pytest.mark.parametrize('sizes', long_but([[0, 4, 5], [4, 0, 5], [4, 5, 0], [3, 3, 3]], [0, 4, 5]), ids=str)
+@on_gpus()
+def test_a_rank_without_rows_leaves_a_batch_norm_as_it_is(sizes):
+    "As where a model finds something in some of the pictures"
+    torch.manual_seed(0)
+    x = torch.randn(9, 4)*3+1
+    found = in_torchddp(3, normalized, x.to(gpu()), sizes)
+    bn, x = nn.BatchNorm1d(4), x.requires_grad_()
+    y = bn(x)
+    y.pow(3).sum().backward()
+    assert largest([y.detach(), x.grad, bn.running_mean, bn.running_var], found) < 1e-4
+
+
 # State of optimizers
 
 def torch_opt(cls, **kwargs): return partial(OptimWrapper, opt=partial(cls, **kwargs))

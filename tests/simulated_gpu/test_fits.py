@@ -1,5 +1,5 @@
 """What docs/gpus.md promises of fits, on simulated GPUs: the same answer, devices, memory, failures, waits."""
-import os, signal
+import os, signal, sys
 from functools import partial
 import pytest
 from simulated_gpu import on_gpus
@@ -146,7 +146,12 @@ def test_a_fit_that_ends_early_leaves_no_memory_and_the_next_one_works(how):
     cb = Ends(how)
     learn.add_cb(cb)
     with pytest.raises(ENDS[how]) as e: learn.distrib_fit(1, gpus=[0, 1])
-    if how == 'full': assert 'OutOfMemoryError' in str(e.value) and 'rank 1' in str(e.value)
+    if how == 'full':
+        said = str(e.value)
+        assert 'OutOfMemoryError' in said and 'rank 1' in said
+        if sys.version_info >= (3, 11):     # exceptions have notes
+            assert said.count("What takes the GPU's memory: weights 0 MB, gradients 0 MB") == 1
+            assert 'Less takes: learn.dls.train.bs = 3 with cbs=GradientAccumulation(12), the same steps' in said
     learn.remove_cb(cb)
     assert places(learn) == {gpu(0)}
     learn.distrib_fit(1, gpus=[0, 1])
@@ -177,14 +182,36 @@ class Waits(Callback):
         self.at = now
 
 
+@pytest.mark.parametrize('norm', [nn.Identity, nn.BatchNorm2d], ids=str)
 @on_gpus()
-def test_a_step_waits_for_the_gpu_no_more_often_than_fastais():
-    "torch's own synchronized batch norm waits, so the model has none"
-    one, many = (learner(n_train=96, cbs=Waits()) for _ in range(2))
+def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm):
+    one, many = (learner(n_train=96, cbs=Waits(), model=convnet(norm)) for _ in range(2))
     one.fit(1)
     many.distrib_fit(1, gpus=[0, 1])
     plain, ours = one.waits.steps, many.waits.steps
     assert plain and ours and max(ours) <= max(plain), (plain, ours)
+
+
+class WaitsAtTheEnd(Callback):
+    "How often the host waits for the device from the last step of an epoch on, until the validation"
+    order, run_valid = 3_000_000, False
+    def after_batch(self):
+        import simulated_gpu.device as device
+        self.at = device.waits()
+    def after_train(self):
+        import simulated_gpu.device as device
+        self.n = device.waits()-self.at
+
+
+@on_gpus()
+def test_at_the_end_of_an_epoch_the_host_waits_no_more_often_for_a_larger_model():
+    found = []
+    for n in 1, 6:
+        model = nn.Sequential(nn.Flatten(), *[nn.Linear(36, 36) for _ in range(n)], nn.Linear(36, 5))
+        learn = learner(n_train=24, model=model, cbs=WaitsAtTheEnd())
+        learn.distrib_fit(1, gpus=[0, 1])
+        found.append(learn.waits_at_the_end.n)
+    assert found[0] == found[1], found
 
 
 # What isn't a fit
