@@ -31,7 +31,7 @@ from .together import EventDispatcher, Together
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..shard.same_model import synced_bn
-from ..shard.gathered_loss import Losses
+from ..shard.losses import Losses
 from ..shard.sharded import original
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a501000c

@@ -5,206 +5,151 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/shard/313_loss_state.ipynb #a3c0e204
-import types
+# %% ../../nbs/shard/313_loss_state.ipynb #be882b98
+import functools, itertools, site, sys, sysconfig, types
 from collections import deque
-from collections.abc import MutableMapping
 
 import torch
-from fastcore.basics import GetAttr, store_attr
+from fastcore.basics import GetAttr
+from fastcore.foundation import L
 
-from .loss import is_known, loss_name, unwrapped
+from .loss import unwrapped
+from .trees import attrs_of
 
-# %% ../../nbs/shard/313_loss_state.ipynb #95871313
-# What is watched of a loss function `f`. By its kind:
-#
-#     f                  attributes                      module variables, variables around it
-#     function           its own                         those that it uses
-#     method             of the object to which it is    those that its function uses
-#                        bound, unless a torch module
-#     callable object    its own                         those that its class's `__call__` uses
-#     torch module       its own, those of submodules    those that its class's `forward` uses
-def _function_of(f):
-    "Return the Python function that a call of `f` runs; None if there is none"
-    name = 'forward' if isinstance(f, torch.nn.Module) else '__call__'
-    candidates = getattr(f, '__func__', f),getattr(type(f), name, None)
-    return next((o for o in candidates if isinstance(o, types.FunctionType)), None)
+# %% ../../nbs/shard/313_loss_state.ipynb #20ecbe3b
+_LIBRARIES = *site.getsitepackages(),sysconfig.get_paths()['stdlib']
 
-def _objects_of(f):
-    "Return the objects whose attributes a call of `f` may change"
-    if isinstance(f, torch.nn.Module): return [*f.modules()]
-    owner = getattr(f, '__self__', None)
-    objects = [] if owner is None or isinstance(owner, torch.nn.Module) else [owner]
-    if not isinstance(f, types.MethodType): objects.append(f)
-    return [o for o in objects if hasattr(o, '__dict__')]
+def _is_own(o):
+    "Return True if a function or class is the user's, or a test's"
+    name = getattr(o, '__module__', None) or 'builtins'
+    if name == '__main__': return True
+    file = getattr(sys.modules.get(name), '__file__', None)
+    return bool(file) and name.split('.')[0] != 'fastddp' and not file.startswith(_LIBRARIES)
 
-class _ClassVars(MutableMapping):
-    "The attributes of a class, as a dict; a method of a class may change them"
-    def __init__(self, cls): self.cls = cls
-    def __getitem__(self, k): return vars(self.cls)[k]
-    def __setitem__(self, k, v): setattr(self.cls, k, v)
-    def __delitem__(self, k): delattr(self.cls, k)
-    def __iter__(self): return iter(vars(self.cls))
-    def __len__(self): return len(vars(self.cls))
+def _code_names(code):
+    "Return the names of module variables that a function's code may use, inner functions too"
+    inner = (c for c in code.co_consts if isinstance(c, types.CodeType))
+    return {*code.co_names}.union(*map(_code_names, inner))
 
-class _ScriptBuffers(MutableMapping):
-    "The buffers of a TorchScript module, as a dict: its `_buffers` lacks some methods of one"
-    def __init__(self, module): self.module = module
-    def _names(self): return [k for k,_ in self.module.named_buffers(recurse=False)]
-    def __getitem__(self, k):
-        if k not in self._names(): raise KeyError(k)
-        return getattr(self.module, k)
-    def __setitem__(self, k, v): setattr(self.module, k, v)
-    def __delitem__(self, k): delattr(self.module, k)
-    def __iter__(self): return iter(self._names())
-    def __len__(self): return len(self._names())
+# How what an object holds is read, as a dict or list, and written
 
-class _ClosureVars(MutableMapping):
-    "The variables around a function that it uses, as a dict; one without content isn't in it"
-    def __init__(self, function):
-        self.cells = dict(zip(function.__code__.co_freevars, function.__closure__ or ()))
-    def __getitem__(self, k):
-        try: return self.cells[k].cell_contents
-        except ValueError: raise KeyError(k) from None
-    def __setitem__(self, k, v): self.cells[k].cell_contents = v
-    def __delitem__(self, k): del self.cells[k].cell_contents
-    def __iter__(self): return (k for k in self.cells if k in self)
-    def __len__(self): return sum(k in self for k in self.cells)
+def _read_cell(o):
+    try: return [o.cell_contents]
+    except ValueError: return []
 
-_PLAIN_VALUES = int,float,str,bool,type(None)
+def _write_cell(o, content):
+    if content: o.cell_contents, = content
+    else: del o.cell_contents
 
-def _holders(f):
-    """Yield the dicts with variables that a call of `f` may change, and for each the names that
-    count; None: all of them"""
-    for o in _objects_of(f):
-        yield _ClassVars(o) if isinstance(o, type) else vars(o),None
-        if isinstance(o, torch.jit.ScriptModule): yield _ScriptBuffers(o),None
-        elif isinstance(o, torch.nn.Module): yield from ((o._buffers,None), (o._parameters,None))
-    function = _function_of(f)
-    if function is None: return
-    yield _ClosureVars(function),None
-    scope = function.__globals__
-    names = function.__code__.co_names
-    yield scope,[k for k in names if isinstance(scope.get(k), _PLAIN_VALUES)]
+def _read_attrs(o):
+    # a learner switches modules between training and validation
+    is_module = isinstance(o, torch.nn.Module)
+    return {k:v for k,v in attrs_of(o).items() if not (is_module and k == 'training')}
 
-# %% ../../nbs/shard/313_loss_state.ipynb #a3c0e210
-def _version(t):
-    # torch counts no versions of a tensor of `inference_mode`
-    return 0 if t.is_inference() else t._version
+def _write_attrs(o, content, read=_read_attrs, put=object.__setattr__, drop=object.__delattr__):
+    now = read(o)
+    for k in now.keys()-content.keys(): drop(o, k)
+    for k,v in content.items():
+        if k not in now or now[k] is not v: put(o, k, v)
 
-def _mark(v):
-    "Return what changes if `v` is changed in place, as far as that is seen at once"
-    if isinstance(v, torch.Tensor): return _version(v)
-    return len(v) if isinstance(v, (list,dict,set,deque)) else None
+def _read_class(o):
+    return {k:v for k,v in vars(o).items() if not (k.startswith('__') and k.endswith('__'))}
 
-class _Vars:
-    "Variables in a dict, as they are now"
-    def __init__(self, of, names): # As of `_holders`
-        store_attr()
-        now = self._now()
-        self.had = {*now}
-        # a learner or a callback is no state of a loss function
-        self.before = {k:(v,_mark(v)) for k,v in now.items() if not isinstance(v, GetAttr)}
-    def _now(self):
-        names = [*self.of] if self.names is None else self.names
-        return {k:self.of[k] for k in names if k in self.of}
-    def created(self): return [k for k in self._now() if k not in self.had]
-    def changed(self):
-        return [k for k,(v,mark) in self.before.items()
-                if self.of.get(k) is not v or _mark(v) != mark]
-    def changed_inside(self):
-        "Return the names of containers that were changed in place"
-        return [k for k,(v,mark) in self.before.items()
-                if not isinstance(v, torch.Tensor) and _mark(v) != mark]
-    def put_back(self):
-        for k in self.created(): del self.of[k]
-        for k,(v,_) in self.before.items():
-            if self.of.get(k) is not v: self.of[k] = v
+def _write_class(o, content):
+    _write_attrs(o, content, _read_class, type.__setattr__, type.__delattr__)
 
-# %% ../../nbs/shard/313_loss_state.ipynb #a3c0e212
-class LossState:
-    "What a call of the loss function `f` may change beside its result, as it is now"
+def _rewrite(o, content):
+    if isinstance(o, dict):
+        dict.clear(o)
+        dict.update(o, content)
+    elif isinstance(o, set):
+        o.clear()
+        o.update(content)
+    else:
+        o.clear()
+        o.extend(content)
+
+def _read_function(o):
+    names = _code_names(o.__code__)
+    scope = {k:o.__globals__[k] for k in names if k in o.__globals__} if _is_own(o) else {}
+    return dict(scope), vars(o).copy(), [o.__defaults__, o.__kwdefaults__], [*(o.__closure__ or ())]
+
+def _write_function(o, content):
+    scope,attrs,*_ = content
+    for k,v in scope.items():
+        if o.__globals__.get(k) is not v: o.__globals__[k] = v
+    vars(o).clear()
+    vars(o).update(attrs)
+
+def _nothing(o, content): pass
+
+_KINDS = (      # class -> how it is read, written
+    (types.FunctionType, _read_function, _write_function),
+    (types.CellType, _read_cell, _write_cell),
+    (types.MethodType, lambda o: [o.__self__, o.__func__], _nothing),
+    (functools.partial, lambda o: [o.func, o.args, o.keywords], _nothing),
+    ((staticmethod,classmethod), lambda o: [o.__func__], _nothing),
+    (dict, lambda o: dict(o.items()), _rewrite), ((list,deque), list, _rewrite),
+    (set, set.copy, _rewrite), ((tuple,frozenset), list, _nothing))
+
+def _kind(o):
+    "Return how an object is read and written, or None for one that isn't searched"
+    if isinstance(o, type): return (_read_class, _write_class) if _is_own(o) else None
+    if isinstance(o, (types.ModuleType,GetAttr)) and not isinstance(o, L): return None
+    return next(((read, write) for cls,read,write in _KINDS if isinstance(o, cls)),
+                (_read_attrs, _write_attrs))
+
+# %% ../../nbs/shard/313_loss_state.ipynb #b9e5ef81
+_VALUES = int,float,complex,str,bytes,type(None)
+
+def _same(a, b):
+    "Return True if two noted contents are the same, objects by identity"
+    if a is b: return True
+    if type(a) is not type(b): return False
+    if isinstance(a, _VALUES): return a == b or a != a and b != b
+    if isinstance(a, dict): return a.keys() == b.keys() and all(_same(a[k], b[k]) for k in a)
+    if isinstance(a, (list,tuple)): return len(a) == len(b) and all(map(_same, a, b))
+    return isinstance(a, set) and a == b
+
+def _version(t): return 0 if t.is_inference() else t._version      # which torch doesn't count there
+
+class state_of:
+    "Notes what a call of the loss function `f` may change beside its result"
     def __init__(self, f):
-        f,_ = unwrapped(f)
-        self.vars = [_Vars(*o) for o in _holders(f)]
-        values = [v for o in self.vars for v,_ in o.before.values()]
-        values += [v for o in values if isinstance(o, dict) for v in o.values()]
-        # each once, with its version; not those that are trained
-        tensors = {id(t):t for t in values if isinstance(t, torch.Tensor) and not t.requires_grad}
-        self.versions = [(t, _version(t)) for t in tensors.values()]
-        self.copies = {}        # id of a tensor -> its copy
-    def copy_tensors(self,
-        fixed=() # Tensors that aren't copied, such as those that an earlier call left `unchanged`
-    ):
-        "Copy tensors, so that `undo` can undo what changes them in place"
-        left_out = {id(t) for t in fixed}
-        self.copies = {id(t):t.detach().clone() for t,_ in self.versions if id(t) not in left_out}
-    def unchanged(self):
-        "Return the tensors that have not been changed in place"
-        return [t for t,version in self.versions if _version(t) == version]
-
+        self.notes = []     # `(object, read, write, what it holds)`
+        self.tensors = []   # `(tensor, its version, its copy)`
+        self.counts = []    # `(iterator of itertools, how it is shown)`
+        seen = {}
+        todo = [unwrapped(f)[0]]
+        while todo:
+            o = todo.pop()
+            if isinstance(o, _VALUES) or id(o) in seen: continue
+            seen[id(o)] = o
+            if isinstance(o, torch.Tensor): self._note_tensor(o)
+            elif type(o).__module__ == 'itertools': self.counts.append((o, repr(o)))
+            elif kind := _kind(o): todo += self._note(o, *kind)
+        if isinstance(f, torch.jit.ScriptModule):
+            for _,b in f.named_buffers(): self._note_tensor(b)
+    def _note_tensor(self, t):
+        # those that are trained change in the step
+        if not t.requires_grad: self.tensors.append((t, _version(t), t.detach().clone()))
+    def _note(self, o, read, write):
+        try: content = read(o)
+        except Exception: return []     # an object that can't be read has no state to know of
+        self.notes.append((o, read, write, content))
+        parts = content if isinstance(content, tuple) else (content,)
+        held = [v for part in parts for v in (part.values() if isinstance(part, dict) else part)]
+        return held if isinstance(o, (type,types.FunctionType)) else [*held, type(o)]
     def changed(self):
-        "Return the names of what was there and has changed, as a list"
-        names = [k for o in self.vars for k in o.changed()]
-        in_place = len(self.versions)-len(self.unchanged())
-        return names+['a tensor']*in_place
-    def created(self):
-        "Return the names of what wasn't there, as a list"
-        return [k for o in self.vars for k in o.created()]
+        "Return True if anything that was noted is another one now"
+        return (any(not _same(read(o), content) for o,read,_,content in self.notes)
+                or any(_version(t) != version and not torch.equal(t, copy)
+                       for t,version,copy in self.tensors)
+                or any(repr(it) != shown for it,shown in self.counts))
     def undo(self):
-        """Undo what has changed. Return the names of what can't be undone: containers that were
-        changed in place, and tensors without a copy"""
-        lost = [k for o in self.vars for k in o.changed_inside()]
-        for o in self.vars: o.put_back()
+        "Put back what was noted. An iterator can't go back"
+        for o,read,write,content in self.notes:
+            if not _same(read(o), content): write(o, content)
         with torch.no_grad():
-            for t,version in self.versions:
-                if _version(t) == version: continue
-                if id(t) in self.copies: t.copy_(self.copies[id(t)])
-                else: lost.append('tensor')
-        return lost
-
-# %% ../../nbs/shard/313_loss_state.ipynb #3da41deb
-_STATE_OF_PART = ("{} changes a state of its own in a validation: after this one it is that of the "
-                  "batches that worker 0 had. From the next one on, every worker validates all.")
-STATEFUL = ("{} changes a state of its own in each call, so every worker validates all batches: "
-            "what it keeps is as in one process.")
-
-class LossWatch:
-    """Notes whether loss functions change a state of their own in their calls. Each rank has one
-    for a fit (`Losses.watch`)"""
-    def __init__(self,
-                 print_once # `Losses.print_once`
-    ):
-        store_attr()
-        # True once this rank has seen such a change
-        self.is_stateful_here = False
-        # True once some rank has, the same on all ranks. Set by those who exchange
-        # `is_stateful_here`: `fastai2.step`, `fastai1.callbacks` and `fastai1.validation`
-        self.is_stateful = False
-        # `(id of a loss function, True in training)` -> the function, which keeps the id valid.
-        # Those that need no watching any more, and those whose first call has created something
-        self.checked = {}
-        self.created = {}
-    def needs_watching(self, f, training):
-        "Return True if `watched` is to see the next call of `f`, a loss of the user's"
-        key = id(f),training
-        if key not in self.checked and is_known(f): self.checked[key] = f
-        return key not in self.checked
-    def watched(self, f, training, call # Called without arguments; calls `f`
-    ):
-        "Return `call()`; the first time or two, note whether `f` changes a state of its own"
-        if not self.needs_watching(f, training): return call()
-        key = id(f),training
-        state = LossState(f)
-        loss = call()
-        changes,creates = bool(state.changed()),bool(state.created())
-        if creates and not changes and key not in self.created:
-            self.created[key] = f       # a cache or a counter: the next call tells
-            return loss
-        self.checked[key] = f
-        if changes or creates: self._note(f, training)
-        return loss
-    def _note(self, f, training):
-        self.is_stateful_here = True
-        name = loss_name(f)
-        if not training: self.print_once(_STATE_OF_PART.format(name), ('part',name))
+            for t,version,copy in self.tensors:
+                if _version(t) != version: t.copy_(copy)
