@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #005c5074
+# %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import functools, pickle, types, warnings
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
@@ -17,8 +17,7 @@ from fastai.callback.core import Callback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss, Learner, Metric
-from fastai.metrics import AccumMetric
+from fastai.learner import Learner, Metric
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -27,7 +26,7 @@ from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import is_rank0_only, warn_of_lost
-from ..payload.changes import LEFT_OUT, Notes, apply as apply_changes, read_bytes
+from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes
 from ..payload.pickling import deep_copy, dump, load, private_copy
 from ..payload.places import Places
@@ -37,7 +36,7 @@ from ..payload.state import model_tensors, move_opt_state, opt_and_wrapped
 from ..shard.loss import loss_module
 from ..shard.sharded import Sharded, is_sharded, original, write_back
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #c8a54eb4
+# %% ../../nbs/fastai2/721_snapshot.ipynb #743a1927
 # Progress, the last batch and its graph, and what exists for the time of a fit; sharded loaders and
 # what is left of an iteration over them; the device
 _STAYS = {
@@ -46,8 +45,7 @@ _STAYS = {
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
     TorchLoader: '_iterator _shard',
-    Metric: 'accumulate',
-    AccumMetric: 'preds targs'}
+    Metric: 'accumulate'}
 
 @functools.cache
 def left_out(cls):
@@ -56,6 +54,15 @@ def left_out(cls):
     # methods that a block or a fit overrides in the learner
     if issubclass(cls, Learner): names |= {k for k in dir(cls) if callable(getattr(cls, k, None))}
     return frozenset(names)
+
+@functools.cache
+def _left_out_of_loss(cls):
+    # a learner switches modules between training and validation
+    return left_out(cls) | ({'training'} if issubclass(cls, torch.nn.Module) else set())
+
+def state_of(f):
+    "Return what a loss function keeps, to see whether a call changes it"
+    return Kept(f, _left_out_of_loss)
 
 def holds(objs, o):
     "Return True if `o` is one of `objs`, compared by identity."

@@ -339,7 +339,9 @@ def _gradients(tensors):
         found |= {i:ZEROS for i,f in zip(numbers, filled) if not f}
     return found
 
-# %% ../../nbs/payload/108_changes.ipynb #c8ded1b3
+# %% ../../nbs/payload/108_changes.ipynb #9ca8ca2d
+_MAX_COPIED = 2**27     # bytes of tensors; those of a larger graph aren't put back
+
 class Kept:
     "What all objects of a graph hold, to tell whether a call changes that, and to undo it"
     def __init__(self, root,
@@ -349,7 +351,9 @@ class Kept:
         objects = self.notes.places.objects
         self._wholes = {i:k.whole(objects[i]) for i,k in self.notes.kinds.items()
                         if isinstance(k, Whole)}
-        self._bytes = {k:s.clone() for k,s in self.notes.storages.storages.items()}
+        storages = self.notes.storages.storages
+        is_small = sum(s.nbytes() for s in storages.values()) <= _MAX_COPIED
+        self._bytes = {k:s.clone() for k,s in storages.items()} if is_small else {}
     def changed(self):
         "Return True if any object holds something else than when this was made"
         return self.notes.has_changed()
@@ -359,7 +363,7 @@ class Kept:
         "Put back what was noted; what is no part of the graph, such as a file, can't be"
         notes,objects = self.notes,self.notes.places.objects
         # storages first: where a tensor got other data, the old ones are in the note
-        for k,s in notes.storages.storages.items(): s.copy_(self._bytes[k])
+        for k,s in self._bytes.items(): notes.storages.storages[k].copy_(s)
         for i,what in notes.changes().items():
             note,k,o = notes.start[i],notes.kinds[i],objects[i]
             if type(what) is _Contents:

@@ -13,7 +13,6 @@ from ..base.device import is_out_of_memory
 from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name
-from .loss_state import state_of
 from .trees import tensors_in
 from .whole import NO_ROWS
 
@@ -84,10 +83,13 @@ class Losses:
     MOST_BYTES = 256*2**20
     def __init__(self,
                  option='auto', # The user's option `loss=`, one of `LOSS_KINDS`
-                 show=print     # Called on rank 0 with each line for the user
+                 show=print,    # Called on rank 0 with each line for the user
+                 # `state_of(f)` notes what the loss function `f` keeps: `changed()`, `undo()`
+                 state_of=None
     ):
         self.option = option
         self.show = show
+        self.state_of = state_of
         # Id of a loss function -> `(the function, its kind)`; with the function the id stays valid
         self.kinds = {}
         # `(id of a loss function, True in training)` -> for each call that was looked at, whether
@@ -132,6 +134,7 @@ class Losses:
     def needs_watching(self, f, training):
         "Return True if it isn't known yet whether calls of `f` change a state"
         key = id(f),training
+        if self.state_of is None: return False
         if key not in self.changes:
             self.kind(f)        # keeps `f`, so that its id stays valid
             self.changes[key] = [False] if is_known(f) else []
@@ -140,7 +143,7 @@ class Losses:
         "Return `call(state)`; note whether it changes a state of `f`"
         if not self.needs_watching(f, training): return call(None)
         in_training = self.has_state([True])
-        state = state_of(f)
+        state = self.state_of(f)
         loss = call(state)
         changes = self.changes[id(f),training]
         changes.append(state.changed())
