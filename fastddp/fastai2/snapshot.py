@@ -249,16 +249,17 @@ def unpack(
     place(learn, device)
     return learn, obj['cbs'], obj['call']
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #8d5fa7b6
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f76c7a78
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
     def __init__(self, learn,
-        places # Those here, by the numbers that the notebook's objects have
+        places, # Those here, by the numbers that the notebook's objects have
+        shared=() # As of `Notes`
     ):
         self.learn = learn
         self.cbs_at_start = [*learn.cbs]
         self.temporary = ()         # callbacks that the learner has for the time of the fit
-        self.notes = Notes(places, left_out, self._of_user)
+        self.notes = Notes(places, left_out, self._of_user, shared=shared)
     def _of_user(self, v):
         "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
         if isinstance(v, Sharded): return original(v)

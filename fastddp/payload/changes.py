@@ -82,7 +82,7 @@ def _sum(storage):
     return data.view(torch.int32).sum(dtype=torch.int64).cpu() if not n else \
         data.view(torch.int32).sum(dtype=torch.int64)
 
-# %% ../../nbs/payload/108_changes.ipynb #9180add2
+# %% ../../nbs/payload/108_changes.ipynb #fe454b5a
 class _PartPickler(RankPickler):
     "Pickles a part of an object, with the numbers of others"
     skip,stale = None,()
@@ -101,10 +101,12 @@ class Notes:
     def __init__(self, places,
         left_out=lambda cls: frozenset(), # As of `Places`
         stands_for=_itself, # See above
-        is_empty=False # True: as if no object held anything, so `dump` sends all
+        is_empty=False, # True: as if no object held anything, so `dump` sends all
+        shared=() # Objects that the other side has, too, as the very same ones: they aren't compared
     ):
         self.places,self.left_out,self.stands_for = places,left_out,stands_for
-        self.kinds = {i:kind(o) for i,o in places.objects.items()}
+        same = {*map(id, shared)}
+        self.kinds = {i:CONSTANT if id(o) in same else kind(o) for i,o in places.objects.items()}
         self.stale = set()      # ids of objects that can't be set: all that hold them get new ones
         self._keep = []         # what keeps the ids of `stale` unique
         self.sent = defaultdict(set)    # number -> names that were sent once
