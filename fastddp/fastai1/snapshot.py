@@ -6,87 +6,57 @@
 __all__ = []
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #b9c4c66d
-from fastai.callback import Callback
+import functools
 
+from fastai.basic_data import DeviceDataLoader
+
+from ..base.device import is_accelerator
 from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
-from .loaders import old_numpy, pickle_preloaders, set_text_order, text_order, torch_dl
-from ..launch.parts import MODULES_STAY, Hooks, Loss, Model, Part, Parts
+from .loaders import (
+    old_numpy, own_loader, pickle_preloaders, set_text_order, text_order, torch_dl)
+from ..launch.training import is_ours, keep_weights, rescued, warn_of_lost
+from ..payload.changes import LEFT_OUT, Notes, apply as apply_changes
+from ..payload.places import Places
 from ..payload.sending import dump_snapshot
-from ..launch.training import dump_state, load_state, warn_of_unset
-from ..payload.changes import ChangeTracker, apply_changes, look_for_held
-from ..payload.pickling import Definitions
-from ..payload.state import OPT_HOOKS, move_opt_state, opt_and_wrapped, opt_attrs, own_memory
+from ..payload.state import hooks_of, move_opt_state
+from ..shard.loss import loss_module
+from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #03647540
-# Attributes that a `distrib_ctx` block sets on the learner
-_OVERRIDES = 'fit','validate','get_preds','distrib_session'
+# What a block sets on the learner; progress; the device; caches of a forward pass; and what differs
+# while the batches of a loader are those of all ranks (`loaders.global_batches`)
+_STAYS = {
+    'fastai.basic_train.Learner': 'fit validate get_preds distrib_session',
+    'fastai.callback.Callback': 'pbar',
+    'fastai.callbacks.rnn.RNNTrainer': 'raw_out out',
+    'fastai.basic_data.DataBunch': 'device',
+    'fastai.basic_data.DeviceDataLoader': 'dl device',
+    'torch.utils.data.sampler.Sampler': 'bs',
+    'fastai.text.data.LanguageModelPreLoader': 'bs ite_len idx batch batch_x batch_y ro ri'}
 
-_STAYS = {'pbar',*OPT_HOOKS}    # attributes of any part that are not sent back
+@functools.cache
+def left_out(cls):
+    "Return the names of attributes that stay on a rank, for objects of a class"
+    names = [f'{c.__module__}.{c.__qualname__}' for c in cls.__mro__]
+    return frozenset(k for name in names for k in _STAYS.get(name, '').split())
 
 def loaders_of(data):
     "Return the loaders of a `DataBunch`, without those that it lacks"
     dls = data.train_dl, data.valid_dl, data.fix_dl, data.test_dl, data.single_dl
     return [dl for dl in dls if dl is not None]
 
-class _TheLearner(Part):
-    name = 'learn'
-    # the objects of most of these are shared
-    stays = {*_STAYS, *_OVERRIDES,
-             *'data model layer_groups callbacks callback_fns metrics'.split()}
-    def objects(self, learn, cbs): return [learn]
-    def shared(self, learn, cbs):
-        return [learn, *learn.layer_groups, *learn.callbacks, *learn.metrics, *learn.callback_fns]
+def root_of(obj # The dict of a `snapshot`
+):
+    """Return the object with which the graph of a learner begins. Torch loaders are in it by
+    themselves: in a fit v1's own kind have sharded ones"""
+    dls = [*loaders_of(obj['learn'].data), obj.get('infer', {}).get('dl')]
+    return [obj['learn'], obj['callbacks'], obj['metrics'], dls, [*map(torch_dl, dls)]]
 
-class _Data(Part):
-    name = 'data'
-    # 'on_epoch_begin': of a language model's data set, by `loaders.shard`
-    stays = {*MODULES_STAY, 'on_epoch_begin'}
-    def objects(self, learn, cbs):
-        dls = [*map(torch_dl, loaders_of(learn.data))]
-        # loaders may share a data set
-        return [*{id(o):o for dl in dls for o in (dl.dataset, dl.sampler)}.values()]
-    def shared(self, learn, cbs):
-        dls = loaders_of(learn.data)
-        return [learn.data, learn.data.train_ds, learn.data.valid_ds, *dls, *map(torch_dl, dls),
-                *self.objects(learn, cbs)]
-    def receive(self, learn, sent, device):
-        learn.data.device = device
-        for dl in loaders_of(learn.data): dl.device = device
-    def rest(self, learn, start, refs, fit_ended): return text_order(learn.data.train_dl)
-    def set_rest(self, learn, start, rest): set_text_order(learn.data.train_dl, rest)
-
-# %% ../../nbs/fastai1/804_snapshot.ipynb #ec610d96
-class _Model(Model):
-    stays = {*MODULES_STAY, 'on_epoch_begin'}
-    def state(self, learn, start, weights, grads):
-        res = super().state(learn, start, weights, grads)
-        # after an interrupt, which may come within a step, no parameter has a gradient
-        return res if grads else res | dict(grads={})
-
-class _Opt(Part):
-    "All of its state is in attributes; None before the first fit"
-    name,stays = 'opt',_STAYS
-    def objects(self, learn, cbs): return opt_and_wrapped(getattr(learn, 'opt', None))
-    def sent(self, learn): return opt_attrs(getattr(learn, 'opt', None))
-    def receive(self, learn, sent, device):
-        for o,attrs in zip(self.objects(learn, ()), sent or ()): vars(o).update(attrs)
-        move_opt_state(getattr(learn, 'opt', None))
-
-class _Callbacks(Part):
-    name,stays = 'cbs',_STAYS
-    def objects(self, learn, cbs): return [*cbs]
-
-# In the order in which a rank receives them: the optimizer is moved to where the model is
-PARTS = Parts(_TheLearner(), _Data(), _Model(), Loss(), _Opt(), _Callbacks(), Hooks())
-
-# %% ../../nbs/fastai1/804_snapshot.ipynb #22f1c074
-def _with_state(callbacks, metrics):
-    "Return the callbacks of a fit or a validation, with the metrics that are callbacks, too"
-    return [*callbacks, *(m for m in metrics if isinstance(m, Callback))]
+ROOT = 'learn','callbacks','metrics','loaders','loaders'    # how users call the items of `root_of`
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #d09ae161
-def _where_to_look(learn, callbacks, hooks):
+def _where_to_look(learn, callbacks):
     """Return `{path: object}`, where to look for what can't be pickled. The first path that leads
     to it is the one that the error names"""
     roots = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *callbacks)}
@@ -99,97 +69,76 @@ def _where_to_look(learn, callbacks, hooks):
         # the second callback of a class has paths of its own
         if seen.count(name) > 1: name += f' ({seen.count(name)})'
         roots |= {f"{name}.{k}":v for k,v in vars(cb).items() if k != '_learn'}
-    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
+    return roots | {'learn': learn, 'the hooks of parameters and optimizer': hooks_of(learn)}
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #5720503d
 def snapshot(learn,
              callbacks, metrics, # Those of this fit, or of this validation
              columns=None,       # As of `dump_snapshot`
-             definitions=None,   # As of `dump_snapshot`
              **call              # Further entries of the job's dict
 ):
-    """Return a `Payload` of the dict that a job gets: learner, callbacks and metrics, what `unpack`
-    needs, and `call`; `dump_snapshot` adds 'rng' and 'definitions'. Raises `NotPicklable`, which
-    names the object"""
-    parts = PARTS.sent(learn)
-    _,hooks = parts['hooks']
-    obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), parts=parts, **call)
-    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
-    definitions = Definitions() if definitions is None else definitions
-    cbs = _with_state(callbacks, metrics)
-    # `definitions.held`: objects that callbacks and others hold, at any depth. Both sides have them
-    look_for_held(definitions, PARTS.groups(learn, cbs), PARTS.stays_on_rank,
-                  PARTS.refs(learn, cbs), hooks)
+    """Return a `Payload` of the dict that a job gets, and the learner's `Places` for `apply`. The
+    dict has learner, callbacks and metrics, the table of places as 'edges', and `call`;
+    `dump_snapshot` adds 'rng'. Raises `NotPicklable`, which names the object"""
     pickle_preloaders()
-    return dump_snapshot(obj, _where_to_look(learn, callbacks, hooks),
-                         without_attrs(learn, *_OVERRIDES), *without_bars, columns=columns,
-                         definitions=definitions)
+    obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), **call)
+    places = Places(root_of(obj), left_out).walk()
+    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+    without_block = without_attrs(learn, *left_out(type(learn)))
+    payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
+                            without_block, *without_bars, columns=columns)
+    return payload, places
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #0b64ab26
+def place(learn, device):
+    "Move model, loss and optimizer state to `device`, and have the loaders put their batches there"
+    for o in (learn.data, *loaders_of(learn.data)): o.device = device
+    learn.model.to(device)
+    loss = loss_module(learn.loss_func)
+    if loss: loss.to(device)
+    move_opt_state(getattr(learn, 'opt', None))
+
 def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
            device # That of the rank
 ):
-    "Make `obj['learn']` ready to train on `device`, with the random streams of the notebook"
+    "Return `obj['learn']`, ready to train on `device`, with the random streams of the notebook"
     old_numpy()
     CommonRNG(obj['rng']).install()
-    learn = obj['learn']
-    # What was sent lies in the memory of the payload, where a list of losses, say, can't grow
-    own_memory([*(o for o,_ in obj['definitions'].held), *learn.model.buffers()])
-    PARTS.receive(learn, obj['parts'], device)
-
-def place(learn, device):
-    "Move model and optimizer state to `device`, and have the loaders put their batches there"
-    PARTS.receive(learn, {}, device)
+    place(obj['learn'], device)
+    return obj['learn']
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #1db7e88d
-class Baseline:
-    """Remembers what the parts of a learner hold before a job, on the rank that sends the result.
-    `capture` returns what has changed since then"""
-    def __init__(self, learn,
-                 callbacks, metrics, # As of `snapshot`
-                 # Functions and classes of cells, whose variables may change: `dump_snapshot` has
-                 # found them. It sends them, and puts them into the notebook's list
-                 definitions
-    ):
-        self.learn = learn
-        cbs = _with_state(callbacks, metrics)
-        self.refs = PARTS.refs(learn, cbs)
-        self.tracker = ChangeTracker(PARTS.groups(learn, cbs, definitions), PARTS.stays_on_rank,
-                                     [*self.refs, *definitions])
+def _of_user(v):
+    "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
+    if isinstance(v, DeviceDataLoader): return own_loader(v)
+    if isinstance(v, Sharded): return original(v)
+    return LEFT_OUT if is_ours(v) else v
 
+class Changes:
+    "What a job has changed in a learner since this was made; on rank 0"
+    def __init__(self, obj # The dict of a `snapshot`, unpacked
+    ):
+        self.learn = obj['learn']
+        self.notes = Notes(Places(root_of(obj)).find(obj['edges']), left_out, _of_user)
     def capture(self,
                 rng,        # State of the `CommonRNG` for the notebook to continue with
-                grads=True, # Send gradients. False after an interrupt, which may come within a step
-                ended=True  # False at the end of an epoch: the job goes on
+                grads='all' # As of `Notes.dump`: 'none' after an interrupt, which may come within a step
     ):
-        """Return everything that the job has changed, as a `Payload`: the weights, to be copied in
-        place, and the changed attributes"""
-        groups = self.tracker.groups
-        # A job is one fit or one validation: when it has ended, so has the fit.
-        # `rest` is pickled by itself: if it can't be loaded, the weights still arrive
-        rest = dict(changes=PARTS.changes(self.tracker, weights=True, ended=ended), rng=rng,
-                    parts=PARTS.rest(self.learn, groups, self.refs, fit_ended=ended))
-        return dump_state(PARTS.state(self.learn, groups, True, grads), rest, self.tracker,
-                          self.refs)
+        "Return all that the job has changed, as a `Payload` for `apply`"
+        extra = dict(rng=rng, texts=text_order(self.learn.data.train_dl))
+        def with_rescued(lost): return extra | rescued(self.learn, self.notes.places, ROOT, lost)
+        return self.notes.dump(with_rescued, grads=grads)
 
 # %% ../../nbs/fastai1/804_snapshot.ipynb #254d6a35
 def apply(learn,
-          meta, buffers, # The `Payload` of `Baseline.capture`
-          callbacks, metrics, definitions # The notebook's, as of `Baseline`
+          meta, buffers, # The `Payload` of `Changes.capture`
+          places         # Of the learner: those of its `snapshot`
 ):
-    """Put a captured state into the notebook's objects. Warns and leaves them as they are if the
-    weights don't fit the model"""
-    # as they were when the job began: what follows changes the learner
-    cbs = _with_state(callbacks, metrics)
-    groups = PARTS.groups(learn, cbs, definitions)
-    # Layers that the fit has added are among the changes in `rest`. So weights without a place in
-    # the model don't fit only if some of these changes couldn't be sent or loaded: then it is None
-    loaded = load_state(meta, buffers, PARTS.refs(learn, cbs), learn.model, learn.data.device)
-    if loaded is None: return
-    state,rest = loaded     # `rest` is empty if it can't be loaded here
-    # Changes first: they add layers that the model got in the fit
-    if rest: warn_of_unset(apply_changes(groups, rest['changes'], rest['reached']))
-    PARTS.set(learn, state)
-    if not rest: return
-    PARTS.set_rest(learn, groups, rest['parts'])
-    CommonRNG(rest['rng']).install()
+    """Put a captured state into the learner and all else that `places` has. Warn of what couldn't be
+    sent or set. Raises `CantDistribute` as `keep_weights`"""
+    home = learn.data.device
+    applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
+    set_text_order(learn.data.train_dl, applied.extra['texts'])
+    CommonRNG(applied.extra['rng']).install()
+    warn_of_lost(places, ROOT, applied)
+    keep_weights(learn, applied.extra)

@@ -6,10 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import os, sys, time, warnings
+import functools, os, sys, time, types, warnings
 from contextlib import contextmanager
+from pathlib import Path
+
+import torch
 
 from ..base import group
+from ..base.errors import CantDistribute
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from ..base.scoped import environment
@@ -17,6 +21,7 @@ from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.changes import OF_KEY
 from ..payload.reducers import reduces
+from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/launch/510_training.ipynb #4d613b9e
@@ -173,6 +178,36 @@ def warn_of_lost(
         verb = 'is' if len(words) == 1 else 'are'
         warnings.warn(f"fastddp: {'; '.join(words[:4])} can't {what} and {verb} in the notebook as "
                       "before the fit. Everything else of the fit is there.")
+
+# %% ../../nbs/launch/510_training.ipynb #510a0002
+def is_ours(v):
+    "Return True for an object, function or method of this package, but not for a `LazyList`"
+    while isinstance(v, functools.partial): v = v.func
+    v = v.__func__ if isinstance(v, types.MethodType) else v
+    module = str(v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__)
+    return module.startswith('fastddp.') and not module.startswith('fastddp.payload.')
+
+# %% ../../nbs/launch/510_training.ipynb #510a0005
+def rescued(learn, places, root, # As of `warn_of_lost`, but on the rank
+    lost # A `Failed` for what couldn't be pickled
+):
+    "Return the weights by name, as an entry of a dict, if the model itself can't be sent; else an empty dict"
+    def is_model(o):
+        if o.name == 'model' and places.objects[o.number] is learn: return True
+        return o.name != 'learn' and f'{places.path(o.number, root)}.'.startswith('learn.model.')
+    if not any(map(is_model, lost)): return {}
+    return dict(rescued={k:t.detach().cpu() for k,t in model_tensors(learn.model).items()})
+
+def keep_weights(learn, sent):
+    """Write the weights that `rescued` has added to `sent`, if it has, to a file, and raise a
+    `CantDistribute` that names it"""
+    if 'rescued' not in sent: return
+    path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save(sent['rescued'], path)
+    raise CantDistribute("The model that the fit has made can't be sent to the notebook, so "
+                         f"learn.model is as before. Its weights are in {path}, by name "
+                         "(torch.load); recorder, callbacks and optimizer are those of the fit.")
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
 def sync_streams():
