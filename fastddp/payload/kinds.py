@@ -84,9 +84,7 @@ def is_own(o):
     "True for a class or function of a cell, or of a module of the user's own"
     if o.__module__ == '__main__': return True
     if isinstance(o, types.FunctionType) and o.__globals__.get('__name__') == '__main__': return True
-    module = sys.modules.get(o.__module__)
-    # what a function of the user's module has made can be here without that module
-    return module is None or is_own_module(module)
+    return is_own_module(sys.modules.get(o.__module__))
 
 class Function(Attributes):
     "A function, with those of its globals that its code names"
