@@ -20,6 +20,16 @@ def points(n, seed=0):
     return [(a, (a.sum() > 0).long()) for a in x]
 
 
+class Anneals(nn.Module):
+    "A loss that is no mean, and counts in a dict of an object"
+    def __init__(self):
+        super().__init__()
+        self.kept = [dict(n=0)]
+    def forward(self, pred, y):
+        self.kept[0]['n'] += 1
+        return nn.functional.cross_entropy(pred, y).sqrt()/(1+self.kept[0]['n']/10)
+
+
 def mlp(): return nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 2))
 
 

@@ -4,7 +4,7 @@ gc.disable()    # what it imports takes less time so
 import psutil
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientAccumulation
-from learners import make_learner, seed_all
+from learners import Anneals, make_learner, seed_all
 from fastddp.all import *
 gc.enable()
 
@@ -40,4 +40,7 @@ with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging():
     learn.fit(1, 0.01)
 res['variables'] = [o for o in os.environ if 'IFNAME' in o]
 res['accumulated'] = [p.flatten().tolist() for p in learn.model.parameters()]
+learn = make_learner(bs=16, loss_func=Anneals())
+with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging(): learn.fit(2, 0.01)
+res['annealed'] = [p.flatten().tolist() for p in learn.model.parameters()], learn.loss_func.kept[0]['n']
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -3,7 +3,7 @@ import contextlib, json, os, re, shutil, socket, subprocess, sys, tempfile
 from pathlib import Path
 import pytest
 from fastai.callback.training import GradientAccumulation
-from learners import make_learner, seed_all
+from learners import Anneals, make_learner, seed_all
 from script_words import words
 
 here = Path(__file__).parent
@@ -101,6 +101,17 @@ def test_ranks_begin_with_the_weights_of_rank_0(launched):
     for rank in launched[1]:
         assert rank['validated'] == pytest.approx(validated, abs=1e-5)
         for mine, theirs in zip(learn.model.parameters(), rank['accumulated'], strict=True):
+            assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
+
+
+def test_a_loss_that_counts_is_called_as_often_as_in_one_process(launched):
+    learn = make_learner(bs=32, loss_func=Anneals())
+    learn.dls.valid.bs = 16
+    with learn.no_bar(), learn.no_logging(): learn.fit(2, 0.01)
+    for rank in launched[1]:
+        weights, n = rank['annealed']
+        assert n == learn.loss_func.kept[0]['n']
+        for mine, theirs in zip(learn.model.parameters(), weights, strict=True):
             assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
 
 

@@ -12,6 +12,7 @@ from contextlib import ExitStack, contextmanager
 import torch
 from fastai import basic_train
 from fastai.callback import Callback
+from fastai.core import is_listy
 from fastcore.basics import patch, store_attr
 
 from ..base import group
@@ -24,14 +25,13 @@ from .loaders import (
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
-from ..shard.gathered_loss import Losses
+from ..shard.losses import Losses, check_terms
 from ..shard.gradients import FLAT, Passes, extra_params
-from ..shard.local_batch import LocalBatch
 from ..shard.loss import loss_part
-from ..shard.loss_terms import check_terms
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
+from ..shard.whole import Part, Sizes
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
 # The `_order` of our callbacks: at each event v1 calls the smallest first. Its own have -20 to 999
@@ -116,51 +116,41 @@ class GlobalLoss:
                  # these items in the epoch of one process
                  step,
                  losses,    # `Losses` of the fit
-                 named_parameters=lambda: () # The model's
+                 xb=(),     # Inputs, as the model is fed them
+                 named_parameters=lambda: (), # The model's
+                 in_pass=lambda: True # As of `Part`
     ):
         store_attr()
         self.scale = 1.     # Factor on this rank's gradients, known after the call
-
-# %% ../../nbs/fastai1/803_callbacks.ipynb #08094563
-@patch
-def _loss(self:GlobalLoss, out, yb):
-    """Return `(loss, count)`: the loss over the items of all ranks, or over this rank's if the
-    function isn't gathered, which it is on all ranks or on none; and the number of this rank's
-    items that count. A collective operation for a loss that `is_gathered`"""
-    count = len(self.step.positions)
-    if group.world_size() > 1 and self.losses.is_gathered(self.loss_func):
-        batch = LocalBatch(out, yb, count, self.step.n_fed, self.step.positions)
-        rows = self.ranks.meet(batch.nbytes, batch.count, batch.layout())
-        nbytes,counts,layouts = zip(*(row[:3] for row in rows))     # zeros come after them
-        loss = self.losses.of_all_ranks(self.loss_func, batch, nbytes, counts, layouts,
-                                        self._agree)
-        if loss is not None: return loss,batch.count    # fewer if a callback left items out
-    return self.loss_func(out, *yb),count
-
-@patch
-def _agree(self:GlobalLoss, failed):
-    "Return True if `failed` is True on some rank. A meeting"
-    return self.ranks.all_reduce(failed)[0] > 0
-
-# %% ../../nbs/fastai1/803_callbacks.ipynb #30d196c2
-@patch
-def __call__(self:GlobalLoss, out, *yb):
-    loss,count = self.losses.watch.watched(self.loss_func, True, lambda: self._loss(out, yb))
-    check_terms(self.losses, loss, out, self.named_parameters)
-    part = loss_part(self.loss_func, yb, count, self.step.n_fed,
-                     self.losses.reduction(self.loss_func), to_number=True)
-    # The value: the sum of the ranks' terms makes the loss of the global batch
-    own_term = part.weighted(float(loss.detach().float().mean()))
-    sums = self.ranks.all_reduce(own_term, part.divisor, self.losses.watch.is_stateful_here)
-    weighted,total = sums[:2]
-    self.losses.watch.is_stateful |= sums[2] > 0
-    value = part.global_loss(weighted, total)
-    # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
-    # this rank's items counts, its loss may be NaN: take one with gradients of zeros
-    self.scale = part.scale(total, group.world_size())
-    preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
-    if preds and not part.divisor: loss = sum(preds)*0.
-    return _ReplaceValue.apply(loss, value, self.scale)
+        self.count = len(step.positions)    # this rank's items that count
+    def _meet(self, **sizes):
+        "Return the `Sizes` of all ranks. A meeting"
+        rows = self.ranks.meet(*Sizes(**sizes))
+        return [Sizes(*row[:len(Sizes._fields)]) for row in rows]   # zeros come after them
+    def _loss(self, out, yb, state):
+        """Return the loss over the items of all ranks, or over this rank's if the function isn't
+        whole, which it is on all ranks or on none. A collective operation if it is"""
+        f = self.loss_func
+        if group.world_size() == 1 or not self.losses.is_whole(f): return f(out, *yb)
+        part = Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
+        loss,of_all = self.losses.of_batch(f, part, self._meet, state)
+        if of_all: self.count = part.count      # fewer if a callback left items out
+        return loss
+    def __call__(self, out, *yb):
+        loss = self.losses.watched(self.loss_func, True, lambda state: self._loss(out, yb, state))
+        check_terms(self.losses, loss, out, self.named_parameters)
+        part = loss_part(self.loss_func, yb, self.count, self.step.n_fed,
+                         self.losses.reduction(self.loss_func), to_number=True)
+        # The value: the sum of the ranks' terms makes the loss of the global batch
+        own_term = part.weighted(float(loss.detach().float().mean()))
+        weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
+        value = part.global_loss(weighted, total)
+        # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
+        # this rank's items counts, its loss may be NaN: take one with gradients of zeros
+        self.scale = part.scale(total, group.world_size())
+        preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
+        if preds and not part.divisor: loss = sum(preds)*0.
+        return _ReplaceValue.apply(loss, value, self.scale)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327759
 def trained_beside(learn):
@@ -182,7 +172,8 @@ class TrainingBatches:
         if opt is not None and loss_func and model is self.learn.model:
             step = step_of(self.learn.data.train_dl)
             self.global_loss = GlobalLoss(loss_func, self.ranks, step, self.losses,
-                                          model.named_parameters)
+                                          xb if is_listy(xb) else [xb], model.named_parameters,
+                                          lambda: self.passes.is_running)
             loss_func = self.global_loss
             self.passes.open()
         return self.fastai_loss_batch(model, xb, yb, loss_func, opt, cb_handler)

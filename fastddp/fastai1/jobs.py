@@ -16,7 +16,7 @@ from .loaders import step_of
 from .snapshot import Changes, unpack
 from .validation import Validation
 from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
-from ..shard.gathered_loss import Losses
+from ..shard.losses import Losses
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #7f809572
 # Used here (c: a collective, all ranks call it):

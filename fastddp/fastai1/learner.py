@@ -17,7 +17,7 @@ from .in_place import in_place, train_in_place
 from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
-from ..shard.gathered_loss import check_loss
+from ..shard.losses import check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f
 @patch

@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/fastai1/802_validation.ipynb #92eb0bc5
 import contextlib, dis, inspect
-from functools import partial
 from typing import NamedTuple
 
 import numpy as np, torch
@@ -19,8 +18,6 @@ from fastcore.basics import noop, patch, store_attr
 from ..base import group
 from ..base.scoped import set_entries, with_attrs
 from .loaders import is_lm, own_loader, shard, torch_dl
-from ..shard.loss_state import STATEFUL
-from ..shard.loss import loss_name
 from ..shard.sharded import original
 from ..shard.torch_loader import torch_bs, why_not_torch
 from ..shard.trees import on_cpu, turns_of_ranks
@@ -135,15 +132,13 @@ def _batches_depend(self:Validation, model, dl, loss_func, callbacks=()):
     operation"""
     whole = original(torch_dl(dl))
     if why_not_torch(whole) or is_lm(dl): return True
-    if loss_func and self.losses.watch.is_stateful:
-        self.losses.print_once(STATEFUL.format(loss_name(loss_func)), 'stateful')
-        return True
     bs = torch_bs(whole)
     adding = [cb for cb in callbacks if adds_metrics(cb)]
     for cb in adding:
         self.losses.print_once(_ADDS_METRICS.format(type(cb).__name__), type(cb).__name__)
     # A state may have other rows on another rank, and some callbacks are rank 0's only
-    depend = bool(adding) or bool(bs) and has_state_of(model, bs)
+    depend = (bool(adding) or bool(bs) and has_state_of(model, bs)
+              or bool(loss_func) and self.losses.validates_all(loss_func))
     return self.ranks.all_reduce(depend)[0] > 0
 
 # %% ../../nbs/fastai1/802_validation.ipynb #2e247e55
@@ -176,14 +171,13 @@ def _run(self:Validation, model, dl, loss_func, handler, metrics, pbar):
         sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
         return handlers_own(loss) or self.ranks.stop_requested()
     def watched(*args):
-        return self.losses.watch.watched(loss_func, False, partial(loss_func, *args))
+        return self.losses.watched(loss_func, False, lambda state: loss_func(*args))
     running = with_attrs(self, is_running=True)
     with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
         results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
                                        average=False)
     # A rank that was asked to stop has ended its loop. Here it stops all others, too
-    is_stateful,*_ = self.ranks.all_reduce(self.losses.watch.is_stateful_here)
-    self.losses.watch.is_stateful |= is_stateful > 0
+    self.ranks.all_reduce()
     # Ranks may have different numbers of batches. If a callback validates in each of them, and
     # so draws from the common streams, these differ
     self.common.set_state(group.from_rank0(self.common.state()))

@@ -26,12 +26,13 @@ from .callbacks import SameModel, ShardData, kept_streams, model_from_rank0, opt
 from .inference import infer_in_group, preds_in_one_order
 from .loaders import Undivided
 from .metrics import ReduceMetrics
+from .snapshot import state_of
 from .step import StepSync
 from .together import EventDispatcher, Together
 from ..launch.training import is_rank0_only
 from ..output.replay import print_line
 from ..shard.same_model import synced_bn
-from ..shard.gathered_loss import Losses
+from ..shard.losses import Losses
 from ..shard.sharded import original
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a501000c
@@ -53,7 +54,7 @@ class Fit:
         on_gpu = is_accelerator(device_of(learn.model))
         self.common = CommonRNG.capture()
         self.together = Together(stop_requested, on_gpu=on_gpu)
-        self.losses = Losses(loss, print_line)
+        self.losses = Losses(loss, print_line, state_of)
         self.step = StepSync(self.together, self.losses, **ddp_kwargs)
         self.metrics = ReduceMetrics()
         # on a GPU torch's SyncBatchNorm keeps the running statistics equal

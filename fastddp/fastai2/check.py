@@ -20,6 +20,7 @@ from torch import nn
 from ..base import group
 from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind, is_rank0_only
+from .batch import part_of
 from .loaders import is_lm, lay_out, why_whole, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
@@ -40,7 +41,7 @@ from ..shard.trees import tensors_in
 #                     the notebook's objects, but for those that are `unchanged` in its `Session`
 #   CommonRNG         `capture()` notes this process's random streams, `install()` restores them
 #   StepSync.losses   a rank's `Losses`: they say how they combine, and whether they are averages
-#   dl.counts         of a sharded loader: `(own items, items of all ranks)` of each batch
+#   part_of           this rank's part of a batch; `counted()` has what counts of it
 #   lay_out(dl)       fastai's `LMDataLoader` divides its text into `dl.bs` streams when it is made.
 #                     This does so anew, after a change of `dl.bs`
 #   group.sum_(t)     a collective; does nothing in one process
@@ -101,11 +102,10 @@ class NoteSteps(Callback):
         self.n_ranks = group.world_size()
     def before_batch(self):
         if not self.training: return
-        counts = getattr(self.learn.dl, 'counts', ())   # `(own items, items)` of sharded batches
         # after its own items come those that a rank has borrowed
-        n_own = counts[self.iter][0] if self.iter < len(counts) else None
-        for t in tensors_in([self.xb, self.yb]):
-            own = t[:n_own].double() if t.ndim else t
+        part = part_of(self.learn, None, *self.yb, more=self.xb)
+        for t in tensors_in(part.counted()):
+            own = t.double()
             self.sums[self.iter] += torch.tensor([own.sum(), own.square().sum()])
     def after_backward(self):
         for p in self.model.parameters():
@@ -372,7 +372,7 @@ def _check(learn, steps, tol, options):
     if any(row.what == 'batches' and not row.same for row in res):
         res.reasons |= order_reasons(learn)
     if res.averaged:
-        res.reasons['loss'] = Reason("the model's own number, averaged over workers")
+        res.reasons['loss'] = Reason("averaged over workers: exact for a mean over items only")
     def compare(reasons): return _compare(learn, steps, tol, options, reasons)
     def compare_without(removable):
         with suppress_lines(): return _compare_without(learn, removable, compare)

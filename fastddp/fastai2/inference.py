@@ -18,8 +18,6 @@ from ..base.scoped import with_attrs
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
-from ..shard.loss_state import STATEFUL
-from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
@@ -168,11 +166,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     here,_ = why_one_process(learn, dl, n)
-    if here: return True
-    losses = fit.losses     # whether a loss of any rank, or of this one, has a state
-    if not (losses.watch.is_stateful or losses.watch.is_stateful_here): return False
-    losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
-    return True
+    return here or fit.losses.validates_all(learn.loss_func)
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):

@@ -28,7 +28,7 @@ from .loaders import dl_state, set_dl_state
 from .resume import ResumeFit
 from .snapshot import (
     Changes, all_cbs, apply, place_dl, root_of, snapshot, unpack)
-from .step import step_of
+from .batch import step_of
 from ..launch.session import Call
 from fastddp.launch.training import (
     Progress, cbs_of_rank, has_kind, is_rank0_only, open_run, until_interrupted, wants_no_lines,

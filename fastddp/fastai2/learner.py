@@ -28,7 +28,7 @@ from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import wants_no_lines
-from ..shard.gathered_loss import check_loss
+from ..shard.losses import check_loss
 from ..shard.gradients import DDP_CHECKS
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d

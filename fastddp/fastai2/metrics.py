@@ -13,17 +13,16 @@ from typing import NamedTuple
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
-from fastai.torch_core import find_bs
 from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base import group
 from ..base.scoped import with_attrs
+from .batch import part_of
 from .events import OurCallback, _FIRST
-from ..shard.local_batch import (
-    by_item, from_items, join_rows, rows_by_views, rows_per_item)
 from ..shard.sharded import is_sharded, original
-from ..shard.trees import map_tensors, on_cpu, tensors_in, trees_of_ranks, turns_of_ranks
+from ..shard.trees import on_cpu, trees_of_ranks, turns_of_ranks
+from ..shard.whole import whole
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
@@ -140,7 +139,6 @@ class Phase:
         self.metrics = metrics_of(learn)
         self.is_replayed = {id(m):is_replayed(m) for m in self.metrics}
         self.used = set()       # indices of the metrics that were accumulated on this rank
-        self.n_read = 0         # in training: positions of the batches until now
         self.batches = []       # in training: the batch of all ranks, or its parts
         self.kept = []          # in a validation: the `KeptBatch`es of this rank
         self.last_kept = None   # predictions of the batch that was kept last
@@ -169,25 +167,8 @@ def accumulate(self:Phase, m, i, learn):
 def _accumulate_own(self:Phase, m, learn):
     if not self.is_training: return type(m).accumulate(m, learn)
     if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
-    pred,yb = self._counted_rows((learn.pred, learn.yb))
-    with with_attrs(learn, pred=pred, yb=yb): type(m).accumulate(m, learn)
-
-@patch
-def _counted_rows(self:Phase, tree):
-    """Return predictions and targets of a training batch with the rows of the items that count.
-    Tensors without rows of items stay"""
-    learn = self.learn
-    n_rows = find_bs(learn.yb)
-    n_items = learn.dl.counts[learn.iter][0]
-    n_fed = learn.dl._shard.epoch.steps[learn.iter].n_fed
-    # a callback may make several views of each item; or leave items out: each row is one then
-    if not n_fed or n_rows%n_fed: n_fed = n_rows
-    by_views = rows_by_views(tensors_in(tree), n_fed)
-    def cut(t):
-        if not t.ndim or len(t) not in (n_rows,n_fed): return t
-        k = rows_per_item(t, n_fed)
-        return from_items(by_item(t, k, by_views)[:n_items], k, by_views)
-    return map_tensors(cut, tree)
+    pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
+    with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
 
 @patch
 def _keep(self:Phase, m, i, learn):
@@ -208,17 +189,13 @@ def gather_batch(self:Phase):
     """Bring the training batch of all ranks together for replayed metrics. A collective
     operation: all ranks call it at the end of each batch"""
     learn = self.learn
-    read = learn.dl.idxs[self.n_read:]
-    self.n_read = len(learn.dl.idxs)
-    n_items = learn.dl.counts[learn.iter][0]
-    part = on_cpu(self._counted_rows((learn.xb, learn.pred, tuple(learn.yb))))
-    parts = trees_of_ranks(None if not n_items else (read[:n_items], part), {})
-    parts = [o for o in parts if o is not None]
-    trees = [tree for _,tree in parts]
-    whole = join_rows(trees, [[*pos] for pos,_ in parts]) if parts else None
+    part = part_of(learn, learn.pred, *learn.yb, more=learn.xb)
+    tree = whole(part)
     # parts that don't fit together, such as texts of other lengths, are taken one by one
-    if whole is not None: trees = [whole]
-    self.batches = [KeptBatch(*o, learn.loss) for o in trees]
+    trees = [tree] if tree else trees_of_ranks(part.counted() if part.count else None, {})
+    n = 1+len(learn.yb)
+    self.batches = [on_cpu(KeptBatch(tuple(o[n:]), o[0], tuple(o[1:n]), learn.loss))
+                    for o in trees if o is not None]
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #f69905fc
 @patch

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #005c5074
+# %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import functools, pickle, types, warnings
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
@@ -17,8 +17,7 @@ from fastai.callback.core import Callback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import AvgLoss, Learner, Metric
-from fastai.metrics import AccumMetric
+from fastai.learner import Learner, Metric
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -27,7 +26,7 @@ from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import is_rank0_only, warn_of_lost
-from ..payload.changes import LEFT_OUT, Notes, apply as apply_changes, read_bytes
+from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes
 from ..payload.pickling import deep_copy, dump, load, private_copy
 from ..payload.places import Places
@@ -37,7 +36,7 @@ from ..payload.state import model_tensors, move_opt_state, opt_and_wrapped
 from ..shard.loss import loss_module
 from ..shard.sharded import Sharded, is_sharded, original, write_back
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #5023bbca
+# %% ../../nbs/fastai2/721_snapshot.ipynb #743a1927
 # Progress, the last batch and its graph, and what exists for the time of a fit; sharded loaders and
 # what is left of an iteration over them; the device
 _STAYS = {
@@ -46,8 +45,7 @@ _STAYS = {
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
     TorchLoader: '_iterator _shard',
-    Metric: 'accumulate',
-    AccumMetric: 'preds targs'}
+    Metric: 'accumulate'}
 
 @functools.cache
 def left_out(cls):
@@ -56,6 +54,15 @@ def left_out(cls):
     # methods that a block or a fit overrides in the learner
     if issubclass(cls, Learner): names |= {k for k in dir(cls) if callable(getattr(cls, k, None))}
     return frozenset(names)
+
+@functools.cache
+def _left_out_of_loss(cls):
+    # a learner switches modules between training and validation
+    return left_out(cls) | ({'training'} if issubclass(cls, torch.nn.Module) else set())
+
+def state_of(f):
+    "Return what a loss function keeps, to see whether a call changes it"
+    return Kept(f, _left_out_of_loss)
 
 def holds(objs, o):
     "Return True if `o` is one of `objs`, compared by identity."
@@ -78,11 +85,11 @@ def named_parts(learn):
     return named | {('parameter',k):o for k,o in learn.model.named_parameters()}
 
 def is_ours(v):
-    "Return True for an object, function or method of this package"
+    "Return True for an object, function or method of this package, but not for a `LazyList`"
     while isinstance(v, functools.partial): v = v.func
     v = getattr(v, '__func__', v) if isinstance(v, types.MethodType) else v
     module = v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__
-    return str(module).startswith('fastddp.')
+    return str(module).startswith('fastddp.') and not str(module).startswith('fastddp.payload.')
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
 # The dict of a snapshot:
@@ -242,7 +249,7 @@ def unpack(
     place(learn, device)
     return learn, obj['cbs'], obj['call']
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #7cb9a019
+# %% ../../nbs/fastai2/721_snapshot.ipynb #8d5fa7b6
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
     def __init__(self, learn,
@@ -267,21 +274,15 @@ class Changes:
         for dl in filter(is_sharded, self.learn.dls.loaders): write_back(dl)
         self.temporary = () if ended else [cb for cb in self.learn.cbs
                                            if not holds(self.cbs_at_start, cb)]
-        extra = dict(rng=rng)
-        return self.notes.dump(lambda lost: extra | self._rescued(lost),
-                               grads=grads if weights else None)
-    def _rescued(self, lost):
-        "Return the weights by name if the model itself can't be sent, as an entry of `extra`"
-        paths = [self.notes.places.path(o.number, ROOT) for o in lost if o.name != 'learn']
-        is_model = any((p+'.').startswith('learn.model.') for p in paths) or any(
-            self.notes.places.objects[o.number] is self.learn and o.name == 'model' for o in lost)
-        if not is_model: return {}
-        tensors = {k:t.detach().cpu() for k,t in model_tensors(self.learn.model).items()}
-        return dict(rescued=tensors)
+        # tensors that the model has got, by themselves, too: its layers may not arrive
+        known = self.notes.places.numbers
+        new = {k:t.detach().cpu() for k,t in model_tensors(self.learn.model).items()
+               if id(t) not in known} if weights else {}
+        return self.notes.dump(dict(rng=rng, new_tensors=new), grads=grads if weights else None)
 
 ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #620ec8b4
+# %% ../../nbs/fastai2/721_snapshot.ipynb #e3966ed4
 def home_of(learn):
     "Return the device to which a local fit moves the model"
     return getattr(learn.dls, 'device', None) or device_of(learn.model)
@@ -298,15 +299,25 @@ def apply(learn,
     if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
     CommonRNG(applied.extra['rng']).install()
     warn_of_lost(places, ROOT, applied)
-    if 'rescued' in applied.extra: _keep_weights(learn, applied.extra['rescued'])
+    if any(_is_of_model(learn, places, o) for o in (*applied.lost, *applied.failed)):
+        _keep_weights(learn, model_tensors(learn.model) | applied.extra['new_tensors'])
+
+def _is_of_model(learn, places, failed):
+    "True if a `Failed` is a part of the model's structure, or the model itself"
+    holders = [*places.holders(failed.number)]
+    if holders and holders[0] is learn: return failed.name == 'model'
+    return any(isinstance(o, torch.nn.Module) for o in holders) and any(
+        getattr(o, k, None) is holders[0] for o in learn.model.modules()
+        for k in ('_modules','_parameters','_buffers'))
 
 def _keep_weights(learn, tensors):
+    tensors = {k:t.detach().cpu() for k,t in tensors.items()}
     path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
     path.parent.mkdir(parents=True, exist_ok=True)
     torch.save(tensors, path)
-    raise CantDistribute("The model that the fit has made can't be sent to the notebook, so "
-                         f"learn.model is as before. Its weights are in {path}, by name "
-                         "(torch.load); recorder, callbacks and optimizer are those of the fit.")
+    raise CantDistribute("Layers that the model got in the fit can't be brought to the notebook: "
+                         f"learn.model lacks them. All weights of the fit are in {path}, by name "
+                         "(torch.load); recorder and callbacks are those of the fit.")
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #f73e4c90
 class Twin(NamedTuple):

@@ -5,244 +5,29 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai2/714_step.ipynb #15464f51
+# %% ../../nbs/fastai2/714_step.ipynb #ffca0055
 from contextlib import contextmanager
-from functools import partial
 
 import torch
 from fastai.callback import training
 from fastai.torch_core import find_bs
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base import group
-from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+from .batch import global_items
 from .events import _FIRST, OurCallback, runs_user_code
-from .together import BATCH_EVENTS, Votes
+from .global_loss import GlobalLoss
+from .loss_call import LossCall
+from .together import BATCH_EVENTS
 from ..output.replay import print_line
-from ..shard.gathered_loss import AVERAGED
-from ..shard.gradients import (
-    FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params, graph_of, leaves_of, zero_loss)
-from ..shard.local_batch import LocalBatch
-from ..shard.loss import class_weights, loss_name, loss_part
-from ..shard.loss_terms import check_terms
-from ..shard.sharded import CantShard, Step
-from ..shard.trees import is_list_of_items, tensors_in
+from ..shard.gradients import FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params
+from ..shard.loss import loss_name
+from ..shard.losses import averaged, check_terms
+from ..shard.sharded import CantShard
 
-# %% ../../nbs/fastai2/714_step.ipynb #de7c60fd
-def step_of(learn # A learner in a training phase
-):
-    "Return the `Step` of the current batch: how many items count, and how many the model was fed"
-    epoch = getattr(getattr(learn.dl,'_shard',None), 'epoch', None)
-    steps = epoch.steps if epoch else ()
-    if learn.iter < len(steps): return steps[learn.iter]
-    # a callback may run a batch under a higher number
-    if steps: return steps[-1]
-    n = find_bs(learn.yb)       # of a loader that isn't sharded, which a callback has put in
-    return Step((), n, range(n), n)
-
-# %% ../../nbs/fastai2/714_step.ipynb #aaa2a857
-def global_items(learn):
-    "Return the items of the global batch, as `GradientAccumulation` counts them in one process"
-    step = step_of(learn)
-    if any(is_list_of_items(y, step.n_fed) for y in learn.yb): return step.total
-    # a callback may have made several rows of each item that the model was fed
-    return round(step.total*find_bs(learn.yb)/(step.n_fed or 1))
-
-# %% ../../nbs/fastai2/714_step.ipynb #66f2d329
-class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. `StepSync` calls
-
-        numbers   before a vote: what this rank's loss adds to that of all ranks
-        combine   after it: `learn.loss` becomes the loss of the global batch
-        scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
-                  is the gradient of the global batch"""
-    def __init__(self, learn, call): # The batch's `LossCall`
-        store_attr()
-        self.device = device_of(learn.model)
-        # losses are summed on an accelerator, where the host doesn't wait for them
-        self.sums_on_device = is_accelerator(self.device)
-        self.last = vars(learn).get('loss')     # of the batch before; None in the first one
-        # set by `numbers`
-        self.part = None        # this rank's `LossPart`
-        self.weighted = 0.      # this rank's term of the global loss
-        # set by `combine`
-        self.scale = 1.         # the factor on this rank's loss
-        self.value = None       # the loss of the global batch, which `learn.loss` was set to
-    def is_computed(self):
-        "Return True if `learn.loss` is that of this batch"
-        loss = vars(self.learn).get('loss')
-        return loss is not self.last and isinstance(loss, torch.Tensor)
-    def is_local(self):
-        "Return True if `learn.loss` is that of this batch on this rank, not yet on all ranks"
-        return self.is_computed() and self.learn.loss is not self.value
-
-# %% ../../nbs/fastai2/714_step.ipynb #bacf87d5
-@patch
-def numbers(self:GlobalLoss,
-    loss # The loss of the backward pass, for a learner that has none yet
-):
-    "Return the numbers of this rank's loss that a vote sums: none if the device does"
-    if self.part is None:
-        n_items = self.call.n_items
-        self.part = self._find_part(step_of(self.learn).counts[0] if n_items is None else n_items)
-    if self.is_computed(): loss = self.learn.loss
-    # fastai's kinds of tensors make each operation slower
-    loss = loss.detach().as_subclass(torch.Tensor)
-    if loss.ndim: loss = loss.float().mean()
-    self.weighted = self.part.weighted(loss.float() if self.sums_on_device else loss.item())
-    return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
-
-@patch
-def _find_part(self:GlobalLoss, n_items): # That count of this rank's
-    "Return this rank's `LossPart`"
-    f = self.call.user_func()
-    return loss_part(f, self.learn.yb, n_items, step_of(self.learn).n_fed,
-                     self.call.losses.reduction(f), to_number=not self.sums_on_device)
-
-# %% ../../nbs/fastai2/714_step.ipynb #2bf60d2d
-@patch
-def sum_on_device(self:GlobalLoss, value, divisor):
-    "Return the sums over ranks of two numbers, as a tensor on the device. A collective"
-    # a number is filled in there; to copy it, the host would wait
-    sums = torch.stack([o if isinstance(o, torch.Tensor) else torch.full((), o, device=self.device)
-                        for o in (value, divisor)])
-    group.sum_(sums)
-    return sums
-
-@patch
-def combine(self:GlobalLoss, result): # The `Votes` with the `numbers` of all ranks
-    """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
-    operation on an accelerator: `sum_on_device`"""
-    # where some ranks make a backward pass, the items of other ranks don't count
-    passing = Votes(row for row in result if row.backward)
-    counts = not passing or result[group.rank()].backward
-    part = self.part if counts and self.part else self._find_part(0)
-    if self.sums_on_device:
-        weighted,total = self.sum_on_device(self.weighted if counts else 0., part.divisor)
-    else: weighted,total = [(passing or result).sum(o) for o in ('loss','divisor')]
-    self.scale = part.scale(total, group.world_size())
-    if self.is_computed(): self._set_loss(part.global_loss(weighted, total))
-
-@patch
-def _set_loss(self:GlobalLoss, value): # A number, or a scalar tensor
-    loss = self.learn.loss
-    if isinstance(value, torch.Tensor): value = value.to(loss.dtype)
-    else: value = loss.new_tensor(value)
-    self.value = self.learn.loss = value
-
-# %% ../../nbs/fastai2/714_step.ipynb #a72bf8de
-@patch
-def scaled(self:GlobalLoss,
-    loss, # That of a backward pass
-    first # True for the first pass of this batch
-):
-    "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
-    if isinstance(self.part.divisor, torch.Tensor): return self._scaled_on_device(loss, first)
-    if not self.part.divisor: return self._without_items(loss)
-    scale = self.scale
-    return loss if isinstance(scale, float) and scale == 1. else loss*scale
-
-@patch
-def _has_class_weights(self:GlobalLoss):
-    weights = class_weights(self.call.user_func())
-    return weights is not None and weights.weight is not None
-
-@patch
-def _without_items(self:GlobalLoss, loss):
-    "Return a loss whose gradients are zeros"
-    # with class weights they would be NaN, also below `torch.where`
-    if self._has_class_weights(): return zero_loss(leaves_of(graph_of(loss)).values())
-    return torch.where(loss.new_zeros(()) > 0, loss, 0.)
-
-@patch
-def _scaled_on_device(self:GlobalLoss, loss, first):
-    "As `scaled`, where only the device knows whether any of this rank's items count"
-    any_counts = self.part.divisor > 0
-    for t in tensors_in(self.learn.pred) if first and self._has_class_weights() else ():
-        if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-    return torch.where(any_counts, loss, self.part.divisor)*self.scale
-
-# %% ../../nbs/fastai2/714_step.ipynb #66f2d328
-class LossCall:
-    """Calls the user's loss function in a training batch, with the items of all ranks if it
-    `is_gathered`. It stands in the place of `learn.loss_func` while the learner's own code runs,
-    from the end of an event to the beginning of the next one. In every event, and while it is
-    called, `learn.loss_func` is the user's own object"""
-    f = None            # the loss function in whose place it stands, or None
-    module = None       # the loss module whose `forward` this replaces in an event
-    n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
-    was_called = False  # since the last backward pass
-    def __init__(self, learn, losses, together): store_attr()
-    def replace(self):
-        "Take the place of the loss function, unless its losses are combined as they are"
-        f = self.learn.loss_func
-        training = self.learn.training
-        gathers = training and self.losses.is_gathered(f)
-        if f is self or not (gathers or self.losses.watch.needs_watching(f, training)): return
-        self.f = f
-        vars(self.learn)['loss_func'] = self
-    def restore(self):
-        "Give the learner its own loss function again"
-        of_learn = vars(self.learn)
-        if of_learn.get('loss_func') is self: of_learn['loss_func'] = self.f
-    def replace_forward(self):
-        """In an event after the first backward pass, a callback may call the loss function for a
-        second one (SAM). A module can be called with the items of all ranks there, too"""
-        f = self.learn.loss_func
-        if isinstance(f, torch.nn.Module) and self.losses.is_gathered(f):
-            self.f = self.module = f
-            vars(f)['forward'] = self
-    def restore_forward(self):
-        if self.module is not None: vars(self.module).pop('forward', None)
-        self.module = None
-
-    def user_func(self):
-        "Return the user's loss function, also while this stands in its place"
-        f = self.learn.loss_func
-        return self.f if f is self else f
-
-# %% ../../nbs/fastai2/714_step.ipynb #40a38ac9
-@patch
-def __call__(self:LossCall, pred, *yb):
-    "Return the loss of all ranks' items; if there is none, of this rank's"
-    f = self.f
-    self.was_called = True
-    in_event = self.module is not None
-    self.restore()
-    self.restore_forward()
-    call = partial(self._loss, f, pred, yb)
-    try: return self.losses.watch.watched(f, self.learn.training, call)
-    # it may be called again; a call may have exchanged it
-    finally: self.replace_forward() if in_event else self.replace()
-
-@patch
-def _loss(self:LossCall, f, pred, yb):
-    if not self.learn.training: return f(pred, *yb)
-    loss = self._of_all_ranks(f, pred, yb) if self.losses.is_gathered(f) else None
-    return f(pred, *yb) if loss is None else loss
-
-@patch
-def _of_all_ranks(self:LossCall, f, pred, yb):
-    """Return the loss of all ranks' items; None if it can't be computed, after which `f` isn't
-    gathered any more. A collective: the ranks exchange their sizes, then their tensors"""
-    learn = self.learn
-    step = step_of(learn)
-    batch = LocalBatch(pred, yb, len(step.positions), step.n_fed, step.positions)
-    votes = self.together.vote('gather', nbytes=batch.nbytes, items=batch.count,
-                               layout=batch.layout())
-    columns = map(votes.values, ('nbytes','items','layout'))
-    loss = self.losses.of_all_ranks(f, batch, *columns, self._agree)
-    if loss is not None: self.n_items = batch.count
-    return loss
-
-@patch
-def _agree(self:LossCall, failed):
-    "Return True if the call raised an error on some rank. A collective"
-    return self.together.vote('gather', failed=failed).sum('failed') > 0
-
-# %% ../../nbs/fastai2/714_step.ipynb #13ecfebf
+# %% ../../nbs/fastai2/714_step.ipynb #61ae95f6
 def how_to_average(result, lacks_items, uses_ddp):
     """Return how a batch averages gradients over ranks. All arguments are the same on all ranks;
     `result` is that of the vote 'begin_pass'"""
@@ -256,35 +41,37 @@ def how_to_average(result, lacks_items, uses_ddp):
     if result.sum('new') or result.sum('flat'): return FLAT
     return OVERLAPPED
 
-# %% ../../nbs/fastai2/714_step.ipynb #7be21c50
+def trained_beside(learn):
+    "Return the trained parameters of `learn` that aren't the model's, as a list"
+    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
+    return extra_params(learn.model, learn.loss_func, groups)
+
+# %% ../../nbs/fastai2/714_step.ipynb #1f1fe94b
 class Batch:
     "What `StepSync` knows of one training batch on this rank; each batch has a new one"
-    def __init__(self, learn, losses, together): # As of `StepSync`
+    loss_node = None    # of the graph: what the loss function returned
+    params = None       # what `StepSync.params` has returned in it
+    how = None          # `how_to_average`; None until this rank makes a backward pass
+    lacks_loss = False  # True: a pass began before `learn.loss` was computed, on some rank
+    has_pred = False    # True from the end of its forward pass on
+    has_stepped = False # True from the end of the step on, also of one that was skipped
+    def __init__(self, learn, losses, together, in_pass): # As of `LossCall`
         accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
         self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.call = LossCall(learn, losses, together)
+        self.call = LossCall(learn, losses, together, in_pass)
         self.loss = GlobalLoss(learn, self.call)
-        self.loss_node = None   # of the graph: what the loss function returned
-        self.params = None      # what `StepSync.params` has returned in it
-        self.how = None         # `how_to_average`; None until this rank makes a backward pass
-        self.lacks_loss = False # True: a pass began before `learn.loss` was computed, on some rank
-        self.has_pred = False   # True from the end of its forward pass on
-        self.has_stepped = False    # True from the end of the step on, also of one that was skipped
-    def end(self):
-        self.call.restore()
-        self.call.restore_forward()
 
-# %% ../../nbs/fastai2/714_step.ipynb #e09f6d63
+# %% ../../nbs/fastai2/714_step.ipynb #c408e399
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
 # Beside these the ranks vote at the end of each event that code of the user's handles. A vote
 # raises the strongest wish on all ranks, so all of them come to a line or none. A line is run when
 # its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
 # brackets, so it is the same on all ranks.
 #
-#    1 vote('gather')        LossCall              in each call of a loss function that is gathered
-#    2   all_gather_tensors  Losses.of_all_ranks   if their tensors fit together (1); then
+#    1 vote('gather')        LossCall              in each call of a loss function that is whole
+#    2   all_gather_tensors  Losses.of_batch       if their tensors fit together (1); then
 #        vote('gather')                            whether the call raised an error on some rank
 #    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
 #                                                  on a rank that makes none
@@ -293,7 +80,7 @@ class Batch:
 #    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
 #    7   vote('end_pass')    exchange_masks        after the first pass, if how is FLAT (3)
 #    8     all-reduces       average_grads
-#    9 vote('share_loss')    _share_loss           before a further pass, if learn.loss isn't global
+#    9 vote('share_loss')    begin_pass            before a further pass, if learn.loss isn't global
 #   10   sum_                combine               on an accelerator
 #   11 as 7 and 8                                  after a further pass, unless how is LATER (3)
 #   12 vote('share_loss')    _share_late_loss      in `after_batch`, if a rank lacks one (3, not 9)
@@ -302,8 +89,19 @@ class Batch:
 # A learner's own code may leave out a backward pass on some ranks, without an exception. Such a
 # rank comes to 3, 4, 5, 7 and 8 at the end of the batch: `how` is never OVERLAPPED then, and its
 # gradients are averaged with the others'.
+_IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
+_EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
+_OTHER_BATCHES = (
+    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
+    "comes from a generator of its own, or from the time. Draw it from the global stream of "
+    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
+    "here, or from a generator with a fixed seed.")
+_LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate "
+                 "gradients, it sees those of its worker, 1/{0} of each batch: divide its number "
+                 "by {0}, or use fastai's GradientAccumulation, which counts the items of all "
+                 "workers.")
 
-# %% ../../nbs/fastai2/714_step.ipynb #9440f49d
+# %% ../../nbs/fastai2/714_step.ipynb #b30fd30f
 class StepSync(OurCallback):
     """Makes one training step of all ranks: one loss (`GlobalLoss`), one gradient (`Passes`).
     Besides fastai's loop, these call it, on all ranks:
@@ -330,259 +128,183 @@ class StepSync(OurCallback):
         self.n_left_steps = 0       # batches that were left between backward pass and step
         self.always_flat = False    # True once DDP couldn't follow some rank; the same on all ranks
 
-# %% ../../nbs/fastai2/714_step.ipynb #35c5a459
-@patch
-@contextmanager
-def wrapped(self:StepSync):
-    """Context manager of a fit, in which `Passes` replaces `torch.autograd.backward`, and
-    `GradientAccumulation` counts the items of all ranks"""
-    with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
+    # In a fit
+    @contextmanager
+    def wrapped(self):
+        """Context manager of a fit, in which `Passes` replaces `torch.autograd.backward`, and
+        `GradientAccumulation` counts the items of all ranks"""
+        with self.passes.wrapped(), with_attrs(training, find_bs=self.count_items): yield
+    def count_items(self, yb):
+        # in the place of `find_bs`; another learner that a callback fits has its own `yb`
+        return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
+    def params(self):
+        """Return the parameters that are trained. The model is asked once in a phase, or once in
+        each batch if user code runs in them, which may change it"""
+        batch = self.batch
+        if batch.params is None:
+            if self.phase_params is None or self.together.own_events:
+                self.phase_params = [*self.learn.model.parameters(), *self.beside]
+            batch.params = self.phase_params
+        return batch.params
 
-@patch
-def count_items(self:StepSync, yb):
-    # in the place of `find_bs`; another learner that a callback fits has its own `yb`
-    return global_items(self.learn) if yb is self.learn.yb else find_bs(yb)
+    # When a training phase begins
+    def start_train(self):
+        "Prepare DDP for what is trainable in this phase. A collective operation"
+        if self.n == 1: return
+        if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
+            raise CantDistribute("LBFGS decides by the loss that its closure returns, which is "
+                                 "that of one worker's items. Take another optimizer, or fit in "
+                                 "one process.")
+        self._new_batch()
+        self.beside = trained_beside(self.learn)
+        self.phase_params = None
+        if self.uses_ddp(): self.overlapped.prepare()
+    def uses_ddp(self):
+        "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
+        return not self.always_flat and self.batch.accumulation is None
 
-# %% ../../nbs/fastai2/714_step.ipynb #dc7cd735
-def trained_beside(learn):
-    "Return the trained parameters of `learn` that aren't the model's, as a list"
-    groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
-    return extra_params(learn.model, learn.loss_func, groups)
+    # A batch, event by event. An exception may end it anywhere, so each end closes what is open
+    def _new_batch(self):
+        self.close()        # an exception may have ended the batch before without `after_batch`
+        self.batch = Batch(self.learn, self.losses, self.together, lambda: self.passes.is_running)
+    def close(self):
+        "End the batch, also one that was left by an exception"
+        self.passes.close()
+        self.overlapped.set_in_forward(False)
+        if self.batch is not None: self.batch.call.restore()
+    def enter_event(self):
+        "In an event the learner has the user's loss function"
+        if self.batch is None: return
+        self.batch.call.restore()
+        in_batch = self.passes.n_passes is not None and self.learn.training
+        if in_batch: self.batch.call.replace_forward()
+    def leave_event(self, event_name):
+        "Until the next event the learner's own code runs: calls of its loss function are ours"
+        if self.batch is None: return
+        self.batch.call.restore()
+        if event_name in _IN_BATCH: self.batch.call.replace()
+    def before_batch(self):
+        self._new_batch()
+        self.passes.open()
+        self.overlapped.set_in_forward(True)
+        self.batch.call.replace_forward()       # for the callbacks that come later
+    def after_pred(self):
+        self.batch.has_pred = True
+        self.overlapped.set_in_forward(False)
+    def after_loss(self):
+        # the user's callbacks come later, and may add to it; there is none without targets
+        loss = vars(self.learn).get('loss_grad')
+        if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
+    def after_step(self): self.batch.has_stepped = True
+    def after_batch(self):
+        if self.batch.how is None: self._end_without_backward()
+        elif not self.batch.has_stepped: self._note_left_step()
+        if self.batch.lacks_loss: self._share_late_loss()
+        # `Passes` stays open: the user's callbacks come later, and may run a backward pass
+    # a batch that is left with the whole epoch or fit has no `after_batch`
+    def after_train(self): self.close()
+    def after_cancel_epoch(self): self.close()
+    def after_cancel_fit(self): self.close()
+    def is_mid_batch(self):
+        "Return True between the forward pass of a batch and its backward pass"
+        # outside of a batch, where `batch` is None, `n_passes` is None, too
+        return self.passes.n_passes == 0 and self.batch.has_pred
 
-@patch
-def params(self:StepSync):
-    """Return the parameters that are trained. The model is asked once in a phase, or once in each
-    batch if user code runs in them, which may change it"""
-    batch = self.batch
-    if batch.params is None:
-        if self.phase_params is None or self.together.own_events:
-            self.phase_params = [*self.learn.model.parameters(), *self.beside]
-        batch.params = self.phase_params
-    return batch.params
+    # A backward pass
+    def is_loss_of_learner(self, loss): return loss is vars(self.learn).get('loss_grad')
+    def begin_pass(self,
+        loss, # The loss of which a backward pass begins
+        first # True for the first pass of this batch
+    ): # `(the loss to run backward in its place, how the pass averages gradients)`
+        "Vote before the first pass, which decides for all of the batch"
+        batch = self.batch
+        if first: batch.how = self._meet(loss)
+        else:
+            # there may have been no `learn.loss` when the ranks met: a callback may have run the
+            # first backward pass with a loss of its own
+            if batch.loss.is_local():
+                batch.loss.combine(self.together.vote('share_loss', **batch.loss.numbers(loss)))
+                batch.lacks_loss = False
+            self._check_further_pass()
+        batch.call.was_called = False
+        return batch.loss.scaled(loss, first), batch.how
+    def _meet(self, loss):
+        "Vote before the first pass, that of `loss`; return how the batch averages gradients"
+        self._check_terms(loss)
+        batch_loss = self.batch.loss
+        numbers = batch_loss.numbers(loss) | dict(lacks_loss=not batch_loss.is_computed())
+        if self.uses_ddp(): numbers |= self.overlapped.status(loss)
+        result = self._vote_of_pass(backward=1., **numbers)
+        how = self._decide(result)
+        batch_loss.combine(result)
+        return how
+    def _vote_of_pass(self, **numbers):
+        """Return the result of the vote 'begin_pass'. In the first batch the ranks also compare
+        what they have read, if every rank reads the whole loader; raises `CantShard` on all if it
+        differs"""
+        first_read = getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
+        if self.learn.iter == 0: numbers |= dict(layout=first_read)
+        result = self.together.vote('begin_pass', **numbers)
+        if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+        self.batch.lacks_loss = result.sum('lacks_loss') > 0
+        return result
+    def _decide(self, result):
+        """Return how the batch averages gradients, on all ranks alike. A collective operation once
+        in a fit, if DDP can't follow some rank: it isn't used from then on"""
+        acc = self.batch.accumulation
+        lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
+        how = how_to_average(result, lacks_items, self.uses_ddp())
+        if not result.sum('flat'): return how
+        why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
+        print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
+        self.always_flat = True
+        self.overlapped.close()
+        return how
+    def exchange_masks(self, mask):
+        "Return the checksums of all ranks, for `Passes`"
+        return self.together.vote('end_pass', mask=mask).values('mask')
 
-@patch
-def start_train(self:StepSync):
-    "Prepare DDP for what is trainable in this phase. A collective operation"
-    if self.n == 1: return
-    if isinstance(getattr(self.learn.opt, 'opt', None), torch.optim.LBFGS):
-        raise CantDistribute("LBFGS decides by the loss that its closure returns, which is "
-                             "that of one worker's items. Take another optimizer, or fit in "
-                             "one process.")
-    self._new_batch()
-    self.beside = trained_beside(self.learn)
-    self.phase_params = None
-    if self.uses_ddp(): self.overlapped.prepare()
+    # The end of a batch that went another way
+    def _end_without_backward(self):
+        """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
+        that of the global batch, if it was computed. If other ranks make a pass, follow them
+        through the same collective operations as in `_meet` and in a flat pass"""
+        batch_loss = self.batch.loss
+        has_loss = batch_loss.is_computed()     # the same on all ranks
+        result = self._vote_of_pass(**batch_loss.numbers(self.learn.loss) if has_loss else {})
+        others_pass = result.sum('backward') > 0
+        how = self._decide(result) if others_pass else LATER
+        if has_loss or others_pass: batch_loss.combine(result)
+        if how != LATER: self.passes.average()
+    def _share_late_loss(self):
+        """Vote at the end of a batch whose backward passes began before `learn.loss` was computed:
+        a callback, or a learner of the user's, may have set it since"""
+        batch_loss = self.batch.loss
+        has_loss = batch_loss.is_local()
+        numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
+        result = self.together.vote('share_loss', backward=has_loss, **numbers)
+        if result.sum('backward'): batch_loss.combine(result)
 
-@patch
-def uses_ddp(self:StepSync):
-    "Return True if batches may be `OVERLAPPED`: see `how_to_average`. The same on all ranks"
-    return not self.always_flat and self.batch.accumulation is None
-
-# %% ../../nbs/fastai2/714_step.ipynb #fb5366a3
-_IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
-
-@patch
-def _new_batch(self:StepSync):
-    self.close()        # an exception may have ended the batch before without `after_batch`
-    self.batch = Batch(self.learn, self.losses, self.together)
-
-@patch
-def close(self:StepSync):
-    "End the batch, also one that was left by an exception"
-    self.passes.close()
-    self.overlapped.set_in_forward(False)
-    if self.batch is not None: self.batch.end()
-
-@patch
-def enter_event(self:StepSync):
-    "In an event the learner has the user's loss function"
-    if self.batch is None: return
-    self.batch.call.restore()
-    if self.passes.n_passes and self.learn.training: self.batch.call.replace_forward()
-
-@patch
-def leave_event(self:StepSync, event_name):
-    "Until the next event the learner's own code runs: calls of its loss function are ours"
-    if self.batch is not None: self.batch.call.restore_forward()
-    if event_name in _IN_BATCH and self.batch is not None: self.batch.call.replace()
-
-# %% ../../nbs/fastai2/714_step.ipynb #10deb173
-@patch
-def before_batch(self:StepSync):
-    self._new_batch()
-    self.passes.open()
-    self.overlapped.set_in_forward(True)
-
-@patch
-def after_pred(self:StepSync):
-    self.batch.has_pred = True
-    self.overlapped.set_in_forward(False)
-
-@patch
-def after_loss(self:StepSync):
-    # the user's callbacks come later, and may add to it; there is none without targets
-    loss = vars(self.learn).get('loss_grad')
-    if isinstance(loss, torch.Tensor): self.batch.loss_node = loss.grad_fn
-
-@patch
-def after_step(self:StepSync): self.batch.has_stepped = True
-
-@patch
-def after_batch(self:StepSync):
-    if self.batch.how is None: self._end_without_backward()
-    elif not self.batch.has_stepped: self._note_left_step()
-    if self.batch.lacks_loss: self._share_late_loss()
-    # `Passes` stays open: the user's callbacks come later, and may run a backward pass
-    self.batch.end()
-
-# a batch that is left with the whole epoch or fit has no `after_batch`
-@patch
-def after_train(self:StepSync): self.close()
-@patch
-def after_cancel_epoch(self:StepSync): self.close()
-@patch
-def after_cancel_fit(self:StepSync): self.close()
-
-@patch
-def is_mid_batch(self:StepSync):
-    "Return True between the forward pass of a batch and its backward pass"
-    # outside of a batch, where `batch` is None, `n_passes` is None, too
-    return self.passes.n_passes == 0 and self.batch.has_pred
-
-# %% ../../nbs/fastai2/714_step.ipynb #8d5fef2a
-_OTHER_BATCHES = (
-    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
-    "comes from a generator of its own, or from the time. Draw it from the global stream of "
-    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
-    "here, or from a generator with a fixed seed.")
-_EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
-
-@patch
-def is_loss_of_learner(self:StepSync, loss): return loss is vars(self.learn).get('loss_grad')
-
-@patch
-def begin_pass(self:StepSync,
-    loss, # The loss of which a backward pass begins
-    first # True for the first pass of this batch
-): # `(the loss to run backward in its place, how the pass averages gradients)`
-    "Vote before the first pass, which decides for all of the batch"
-    batch = self.batch
-    if first: batch.how = self._meet(loss)
-    else:
-        self._share_loss(loss)
-        self._check_further_pass()
-    batch.call.was_called = False
-    return batch.loss.scaled(loss, first), batch.how
-
-@patch
-def _meet(self:StepSync, loss):
-    "Vote before the first pass, that of `loss`; return how the batch averages gradients"
-    self._check_terms(loss)
-    batch_loss = self.batch.loss
-    numbers = batch_loss.numbers(loss) | dict(
-        stateful=self.losses.watch.is_stateful_here, lacks_loss=not batch_loss.is_computed())
-    if self.uses_ddp(): numbers |= self.overlapped.status(loss)
-    result = self._vote_of_pass(backward=1., **numbers)
-    self.losses.watch.is_stateful |= result.sum('stateful') > 0
-    self.batch.lacks_loss = result.sum('lacks_loss') > 0
-    how = self._decide(result)
-    batch_loss.combine(result)
-    return how
-
-@patch
-def _check_terms(self:StepSync, loss):
-    "Tell the user of terms of the loss that each rank computes by itself"
-    node,learn = self.batch.loss_node,self.learn
-    if node is None: return
-    cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
-    check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
-
-@patch
-def _vote_of_pass(self:StepSync, **numbers):
-    """Return the result of the vote 'begin_pass'. In the first batch the ranks also compare what
-    they have read, if every rank reads the whole loader; raises `CantShard` on all if it differs"""
-    first_read = getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
-    if self.learn.iter == 0: numbers |= dict(layout=first_read)
-    result = self.together.vote('begin_pass', **numbers)
-    if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
-    return result
-
-# %% ../../nbs/fastai2/714_step.ipynb #b9309337
-@patch
-def _decide(self:StepSync, result):
-    """Return how the batch averages gradients, on all ranks alike. A collective operation once
-    in a fit, if DDP can't follow some rank: it isn't used from then on"""
-    acc = self.batch.accumulation
-    lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
-    how = how_to_average(result, lacks_items, self.uses_ddp())
-    if not result.sum('flat'): return how
-    why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
-    print_line(f"{why}: gradients are averaged after the backward pass instead of during it.")
-    self.always_flat = True
-    self.overlapped.close()
-    return how
-
-# %% ../../nbs/fastai2/714_step.ipynb #bfc00abf
-@patch
-def _share_loss(self:StepSync, loss):
-    """Make `learn.loss` that of the global batch, if it wasn't there yet when the ranks met: a
-    callback may have run the first backward pass with a loss of its own"""
-    if not self.batch.loss.is_local(): return
-    self.batch.loss.combine(self.together.vote('share_loss', **self.batch.loss.numbers(loss)))
-    self.batch.lacks_loss = False
-
-@patch
-def _share_late_loss(self:StepSync):
-    """Vote at the end of a batch whose backward passes began before `learn.loss` was computed: a
-    callback, or a learner of the user's, may have set it since"""
-    batch_loss = self.batch.loss
-    has_loss = batch_loss.is_local()
-    numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
-    result = self.together.vote('share_loss', backward=has_loss, **numbers)
-    if result.sum('backward'): batch_loss.combine(result)
-
-@patch
-def _check_further_pass(self:StepSync):
-    "Tell the user of a loss that a callback computes by itself, of this rank's items"
-    f = self.batch.call.user_func()
-    if not self.losses.is_gathered(f) or self.batch.call.was_called: return
-    name = loss_name(f)
-    self.losses.print_once(f"A callback calls {name} for a further backward pass: there {AVERAGED}",
-                           ('further',name))
-
-@patch
-def exchange_masks(self:StepSync, mask):
-    "Return the checksums of all ranks, for `Passes`"
-    return self.together.vote('end_pass', mask=mask).values('mask')
-
-@patch
-def _end_without_backward(self:StepSync):
-    """Vote at the end of a batch in which this rank made no backward pass. `learn.loss` becomes
-    that of the global batch, if it was computed. If other ranks make a pass, follow them
-    through the same collective operations as in `_meet` and in a flat pass"""
-    batch_loss = self.batch.loss
-    has_loss = batch_loss.is_computed()     # the same on all ranks
-    numbers = batch_loss.numbers(self.learn.loss) if has_loss else {}
-    result = self._vote_of_pass(**numbers)
-    others_pass = result.sum('backward') > 0
-    self.batch.lacks_loss = result.sum('lacks_loss') > 0
-    # in the same order as `_meet`
-    how = self._decide(result) if others_pass else LATER
-    if has_loss or others_pass: batch_loss.combine(result)
-    if how != LATER: self.passes.average()
-
-# %% ../../nbs/fastai2/714_step.ipynb #42c0e8b6
-_LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate "
-                 "gradients, it sees those of its worker, 1/{0} of each batch: divide its number "
-                 "by {0}, or use fastai's GradientAccumulation, which counts the items of all "
-                 "workers.")
-
-@patch
-def _note_left_step(self:StepSync):
-    """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
-    their backward pass, and may count the items that it sees"""
-    self.n_left_steps += 1
-    if self.batch.accumulation is not None or self.n_left_steps != 2: return
-    who = [type(cb).__name__ for cb in self.learn.cbs
-           if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
-    if who: self.losses.print_once(_LEAVES_STEPS.format(self.n, ', '.join(who)), 'steps')
+    # What the user should know
+    def _check_terms(self, loss):
+        "Tell the user of terms of the loss that each rank computes by itself"
+        node,learn = self.batch.loss_node,self.learn
+        if node is None: return
+        cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
+        check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
+    def _check_further_pass(self):
+        "Tell the user of a loss that a callback computes by itself, of this rank's items"
+        f = self.batch.call.user_func()
+        if not self.losses.is_whole(f) or self.batch.call.was_called: return
+        name = loss_name(f)
+        self.losses.print_once(f"A callback calls {name} for a further backward pass: there it "
+                               f"{averaged()}. A loss module (nn.Module) is computed over all "
+                               "items there, too.", ('further',name))
+    def _note_left_step(self):
+        """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
+        their backward pass, and may count the items that it sees"""
+        self.n_left_steps += 1
+        if self.batch.accumulation is not None or self.n_left_steps != 2: return
+        who = [type(cb).__name__ for cb in self.learn.cbs
+               if any(runs_user_code(cb, e) for e in ('after_backward','before_step'))]
+        if who: self.losses.print_once(_LEAVES_STEPS.format(self.n, ', '.join(who)), 'steps')

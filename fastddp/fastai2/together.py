@@ -71,8 +71,8 @@ FIELDS = (
     'flat',             # begin_pass: 1: DDP can't follow its model
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
     'mask',             # end_pass: of the parameters with gradients, after a flat pass
-    'stateful',         # begin_pass: 1: its loss function changes a state of its own in each call
-    'nbytes','items',   # gather: of its predictions and targets: see `shard.local_batch`
+    'nbytes','items',   # gather: of its predictions and targets: see `shard.whole`
+    'clear',            # gather: the same
     # A checksum. gather: of the layout of these; order: of the order of the batches; begin_pass: of
     # what a rank has read, if every rank reads all
     'layout',

@@ -5,7 +5,7 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/payload/108_changes.ipynb #7594f345
+# %% ../../nbs/payload/108_changes.ipynb #4d29163a
 import io, pickle, pickletools, types
 from collections import defaultdict
 from typing import NamedTuple
@@ -16,7 +16,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.device import is_accelerator
 from fastddp.payload.kinds import (
-    CONSTANT, DICT, OPAQUE, TENSOR, Data, Whole, attributes, has_storage, is_equal, is_value, kind,
+    CONSTANT, DICT, OPAQUE, SEQUENCE, TENSOR, Data, Whole, attributes, has_storage, is_equal, is_value, kind,
     memory_token)
 from .pickling import (
     CellLoader, Payload, RankPickler, Unpickler, memory_of, no_collection, without_frames)
@@ -82,7 +82,7 @@ def _sum(storage):
     return data.view(torch.int32).sum(dtype=torch.int64).cpu() if not n else \
         data.view(torch.int32).sum(dtype=torch.int64)
 
-# %% ../../nbs/payload/108_changes.ipynb #48c13598
+# %% ../../nbs/payload/108_changes.ipynb #4beabcbd
 class _PartPickler(RankPickler):
     "Pickles a part of an object, with the numbers of others"
     skip,stale = None,()
@@ -90,6 +90,9 @@ class _PartPickler(RankPickler):
         return None if id(o) == self.skip or id(o) in self.stale else self.known.get(id(o))
 
 LEFT_OUT = object()
+
+_MAX_PARTS = 1000       # items of a list that are pieces of their own
+PART,GRADS = 'part','grads'     # in the place of an object's number
 
 def _itself(v): return v
 
@@ -287,22 +290,21 @@ class Notes:
         if type(items) is tuple:
             self.sent[i] |= {OF_KEY(key) for key,_ in items[0]} | {*map(OF_KEY, items[1])}
         elif items is not None: self.sent_whole.add(i)
-        for name,piece in self._pieces(*what):
-            if error := out.send(i, piece, name): self.lost.append(Failed.of(i, name, error))
-    def _pieces(self, new, gone, items):
-        """Yield `(name, piece)`: each new object is a piece of its own, so if one can't be pickled or
-        loaded, nothing else is lost"""
-        def is_simple(v): return is_value(v) or id(v) in self.places.numbers
-        simple = {name:v for name,v in new.items() if is_simple(v)}
-        rest = items
+        new = {name:v for name,v in new.items() if self._is_sent(out, i, name, v)}
         if type(items) is tuple:
-            rest = [pair for pair in items[0] if is_simple(pair[1])], items[1]
-            if not any(rest): rest = None
-            for key,v in items[0]:
-                if not is_simple(v): yield OF_KEY(key), ({}, [], ([(key,v)], []))
-        if simple or gone or rest is not None: yield None, (simple, gone, rest)
-        for name,v in new.items():
-            if name not in simple: yield name, ({name:v}, [], None)
+            pairs = [(key,v) for key,v in items[0] if self._is_sent(out, i, OF_KEY(key), v)]
+            items = pairs,items[1]
+        elif items is not None and self.kinds[i] is SEQUENCE and len(items) <= _MAX_PARTS:
+            items = [v for v in items if self._is_sent(out, i, None, v)]
+        error = out.send(i, (new, gone, items))
+        if error: self.lost.append(Failed.of(i, None, error))
+    def _is_sent(self, out, i, name, v):
+        """Send a new value by itself; the piece of its holder refers to it. So if it can't be
+        pickled or loaded, nothing else is lost. Return False if it can't be pickled"""
+        if is_value(v) or id(v) in self.places.numbers: return True
+        error = out.send(PART, v, (i,name))
+        if error: self.lost.append(Failed.of(i, name, error))
+        return not error
     def _send_gradients(self, out, mode):
         now = {} if mode == 'none' else _gradients(self._tensors())
         if mode == 'zeros': now = dict.fromkeys(now, ZEROS)
@@ -311,7 +313,7 @@ class Notes:
                    if now.get(i) is not None and now.get(i) is not ZEROS or now.get(i) is not before.get(i)
                    or ('grad',i) in self.sent_whole}
         self.sent_whole |= {('grad',i) for i in changed}
-        if changed: out.send('grads', changed)
+        if changed: out.send(GRADS, changed)
 
 def _is_activation(v):
     "True for what a forward pass has left in an attribute: its graph is the rank's"
@@ -338,7 +340,9 @@ def _gradients(tensors):
         found |= {i:ZEROS for i,f in zip(numbers, filled) if not f}
     return found
 
-# %% ../../nbs/payload/108_changes.ipynb #c8ded1b3
+# %% ../../nbs/payload/108_changes.ipynb #9ca8ca2d
+_MAX_COPIED = 2**27     # bytes of tensors; those of a larger graph aren't put back
+
 class Kept:
     "What all objects of a graph hold, to tell whether a call changes that, and to undo it"
     def __init__(self, root,
@@ -348,7 +352,9 @@ class Kept:
         objects = self.notes.places.objects
         self._wholes = {i:k.whole(objects[i]) for i,k in self.notes.kinds.items()
                         if isinstance(k, Whole)}
-        self._bytes = {k:s.clone() for k,s in self.notes.storages.storages.items()}
+        storages = self.notes.storages.storages
+        is_small = sum(s.nbytes() for s in storages.values()) <= _MAX_COPIED
+        self._bytes = {k:s.clone() for k,s in storages.items()} if is_small else {}
     def changed(self):
         "Return True if any object holds something else than when this was made"
         return self.notes.has_changed()
@@ -358,7 +364,7 @@ class Kept:
         "Put back what was noted; what is no part of the graph, such as a file, can't be"
         notes,objects = self.notes,self.notes.places.objects
         # storages first: where a tensor got other data, the old ones are in the note
-        for k,s in notes.storages.storages.items(): s.copy_(self._bytes[k])
+        for k,s in self._bytes.items(): notes.storages.storages[k].copy_(s)
         for i,what in notes.changes().items():
             note,k,o = notes.start[i],notes.kinds[i],objects[i]
             if type(what) is _Contents:
@@ -374,7 +380,7 @@ class Kept:
             k.write(o, was, [name for name in new if name not in note.attrs],
                     before if items is not None else None)
 
-# %% ../../nbs/payload/108_changes.ipynb #49412306
+# %% ../../nbs/payload/108_changes.ipynb #381c4133
 class _StoragePickler(RankPickler):
     "Pickles storages of numbered tensors by the number of a tensor"
     storages = {}
@@ -389,8 +395,8 @@ class _Contents(NamedTuple):
     value:object
 
 class Piece(NamedTuple):
-    number:object       # Of the object; 'grads' for gradients
-    name:object         # Of the attribute, if it is only that, else None
+    number:object       # Of the object; `GRADS` for gradients, `PART` for a new value
+    name:object         # Of a new value `(number of its holder, name there)`, else None
     n_buffers:int       # Buffers before it
     data:bytes          # Its pickle
 
@@ -440,7 +446,7 @@ class _Sender:
 def _as_bytes(storage):
     return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
-# %% ../../nbs/payload/108_changes.ipynb #a9d1e948
+# %% ../../nbs/payload/108_changes.ipynb #4f4253d0
 class _Lost: "In the place of what couldn't be loaded"
 
 _LOST = _Lost()
@@ -455,19 +461,22 @@ class _Known:
         if type(key) is tuple: return self.objects[key[1]].untyped_storage()
         return self.objects[key]
 
+class _Buffers:
+    "An iterator over buffers that can be set to a position"
+    def __init__(self, buffers): self.buffers,self.at = buffers,0
+    def __iter__(self): return self
+    def __next__(self):
+        self.at += 1
+        return self.buffers[self.at-1]
+
 class _Reader:
     "Loads pieces, which have one memo"
     def __init__(self, buffers, places, device):
-        self.buffers,self.known = buffers,_Known(places.objects)
-        self.how = device, is_accelerator(device) if device is not None else False
+        self.file,self.buffers = io.BytesIO(),_Buffers(buffers)
+        back = device is not None and is_accelerator(device)
+        self.reader = Unpickler(self.file, self.buffers, device, back, _Known(places.objects),
+                                CellLoader(None))
         self.data = []      # of all pieces so far
-        self._open(0)
-    def _open(self, n_buffers, memo=None):
-        self.file = io.BytesIO()
-        cells = CellLoader(None, False, False)
-        self.reader = Unpickler(self.file, self.buffers[n_buffers:], *self.how, self.known, cells)
-        if memo is not None: self.reader.memo = memo
-        self.is_broken = False
     def _load(self, data):
         self.file.seek(0)
         self.file.truncate()
@@ -475,14 +484,13 @@ class _Reader:
         self.file.seek(0)
         return self.reader.load()
     def load(self, piece):
-        if self.is_broken:
-            self._open(piece.n_buffers, self.reader.memo)
-            missing = _n_entries(self.data)-len(self.reader.memo.copy())
-            self._load(pickle.PROTO+b'\x05'+_FILL*missing+pickle.NONE+pickle.STOP)
+        "Return what a piece was dumped from. If that fails, others have their places in the memo"
+        self.buffers.at = piece.n_buffers
         self.data.append(piece.data)
         try: return self._load(piece.data)
         except BaseException:
-            self.is_broken = True
+            missing = _n_entries(self.data)-len(self.reader.memo.copy())
+            self._load(pickle.PROTO+b'\x05'+_FILL*missing+pickle.NONE+pickle.STOP)
             raise
 
 class Failed(NamedTuple):
@@ -513,8 +521,8 @@ def apply(
         loaded,failed = [],[]
         for piece in pieces:
             try: loaded.append((piece.number, reader.load(piece)))
-            except Exception as e: failed.append(Failed.of(piece.number, piece.name, e))
-    grads = next((what for i,what in loaded if i == 'grads'), {})
+            except Exception as e: failed.append(Failed.of(*(piece.name or (piece.number,None)), e))
+    grads = next((what for i,what in loaded if i == GRADS), {})
     loaded = [(places.objects[i], i, what) for i,what in loaded if i in places.objects]
     for is_last in (False, True):
         for o,i,what in loaded:
@@ -544,7 +552,11 @@ def _write(o, k, what):
         except Exception as e: yield None,e
         return
     new,gone,items = what
+    # without what couldn't be loaded
+    if type(items) is list: items = [v for v in items if v is not _LOST]
+    elif items is not None: items = [pair for pair in items[0] if pair[1] is not _LOST],items[1]
     own = attributes(o)
+    new = {name:v for name,v in new.items() if v is not _LOST}
     new = {name:_with_contents(own.get(name), v.part) if type(v) is _Inside else v
            for name,v in new.items()}
     try:

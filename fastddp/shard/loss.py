@@ -18,7 +18,7 @@ from torch import nn
 # sections: kinds of losses, class weights, the divisor, `LossPart`.
 #
 # Called on each rank, in each training batch, by `fastai2.step` and `fastai1.callbacks`, which
-# exchange the numbers. `gathered_loss.Losses` decides which losses are combined here.
+# exchange the numbers. `losses.Losses` decides which losses are combined here.
 
 # Kinds of losses
 

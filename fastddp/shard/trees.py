@@ -5,27 +5,25 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/shard/300_trees.ipynb #a629bd05
-from collections import OrderedDict, defaultdict
+# %% ../../nbs/shard/300_trees.ipynb #edcc5206
+import copyreg
+from collections import OrderedDict
 from types import FunctionType, MethodType, ModuleType
 
 import torch
 from fastcore.basics import GetAttr
 from fastcore.foundation import L
+from torch.utils import _pytree
 
 from ..base import group
 
-# %% ../../nbs/shard/300_trees.ipynb #6f588486
+# %% ../../nbs/shard/300_trees.ipynb #9da6a689
 # Objects that aren't searched for tensors: a model, code, and fastai's learners, callbacks, loaders
 _OPAQUE = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
 
 def attrs_of(o):
     "Return the attributes of an object as a dict, those in `__slots__` too"
-    slots = (vars(cls).get('__slots__', ()) for cls in type(o).__mro__)
-    # one name may stand alone, as a text
-    names = (k for names in slots for k in ([names] if isinstance(names, str) else names))
-    in_slots = {k:getattr(o, k) for k in names if k not in ('__dict__','__weakref__')
-                and hasattr(o, k)}
+    in_slots = {k:getattr(o, k) for k in copyreg._slotnames(type(o)) if hasattr(o, k)}
     return in_slots | getattr(o, '__dict__', {})
 
 def parts_of(o):
@@ -40,8 +38,6 @@ def parts_of(o):
 def _with_parts(o, items, attrs):
     "Return a copy of `o` that holds these `items` and `attrs`. No constructor of its class runs"
     cls = type(o)
-    # what torch's `max` and others return is made by its class only
-    if hasattr(cls, 'n_sequence_fields'): return cls([*items.values()])
     if isinstance(o, tuple): new = tuple.__new__(cls, items.values())
     else:
         new = cls.__new__(cls)
@@ -49,13 +45,22 @@ def _with_parts(o, items, attrs):
         kind = OrderedDict if isinstance(o, OrderedDict) else dict
         for k,v in items.items() if isinstance(o, dict) else (): kind.__setitem__(new, k, v)
         if isinstance(o, list): list.extend(new, items.values())
-        if isinstance(o, defaultdict): new.default_factory = o.default_factory
     for k,v in attrs.items(): object.__setattr__(new, k, v)
     return new
 
-# %% ../../nbs/shard/300_trees.ipynb #464f8d08
-def _holds_parts(o):
-    return not isinstance(o, (str,bytes,int,float,complex,type(None)))
+# %% ../../nbs/shard/300_trees.ipynb #04aff733
+_PLAIN = str,bytes,int,float,complex,type(None)
+
+def _children_of(o):
+    "Return what an object holds as a list, and a function that copies it with another list"
+    node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(o))
+    if node:
+        children,context = node.flatten_fn(o)
+        return [*children], lambda new: node.unflatten_fn(new, context)
+    items,attrs = parts_of(o)
+    def copied(new):
+        return _with_parts(o, dict(zip(items, new)), dict(zip(attrs, new[len(items):])))
+    return [*items.values(), *attrs.values()], copied
 
 def map_tensors(f, tree,
     is_leaf=lambda o: False # True for other objects that `f` takes, beside tensors
@@ -64,17 +69,14 @@ def map_tensors(f, tree,
     they are found. What holds no tensors stays the same object"""
     done = {}       # id of an object -> what it became; an object that is met twice is mapped once
     def visit(o):
-        if not _holds_parts(o): return o
+        if isinstance(o, _PLAIN): return o
         if id(o) in done: return done[id(o)]
         if isinstance(o, torch.Tensor) or is_leaf(o): new = f(o)
         else:
             done[id(o)] = o     # where a part of it refers to it
-            items,attrs = parts_of(o)
-            new_items = {k:visit(v) for k,v in items.items()}
-            new_attrs = {k:visit(v) for k,v in attrs.items()}
-            same = all(new_items[k] is v for k,v in items.items())
-            same = same and all(new_attrs[k] is v for k,v in attrs.items())
-            new = o if same else _with_parts(o, new_items, new_attrs)
+            children,copied = _children_of(o)
+            mapped = [*map(visit, children)]
+            new = o if all(a is b for a,b in zip(mapped, children)) else copied(mapped)
         done[id(o)] = new
         return new
     return visit(tree)
@@ -93,38 +95,48 @@ def with_tensors(tree, tensors, is_leaf=lambda o: False):
     remaining = iter(tensors)
     return map_tensors(lambda t: next(remaining), tree, is_leaf)
 
-# %% ../../nbs/shard/300_trees.ipynb #a3c0e602
+def on_cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)
+
+# %% ../../nbs/shard/300_trees.ipynb #6a5286d0
 def is_list_of_items(o, # A part of the predictions or targets
                      bs # Number of items of the batch
 ):
     "Return True if `o` is a list with an entry for each item, which holds tensors"
     if not isinstance(o, (list,tuple,L)) or hasattr(o, '_fields') or len(o) != bs: return False
+    # entries are of one kind; a prediction beside a loss of the model's are not
+    kinds = {(type(t), getattr(t, 'ndim', 0), getattr(t, 'dtype', None)) for t in o}
+    if len(kinds) != 1: return False
     def is_head(t): return isinstance(t, torch.Tensor) and t.ndim > 0 and len(t) == bs
     # as many heads of a model as items: each is a tensor with a row for each item
     return all(map(tensors_in, o)) and not all(map(is_head, o))
 
-# %% ../../nbs/shard/300_trees.ipynb #c1a39f66
-def spec_of(tree):
-    """Return the structure of a tree in plain values. A tensor is 't'; another value that isn't
-    plain is None; what holds parts is `(name of its class, items, attributes)`"""
-    number = iter(range(10**9))
-    seen = {}       # id of an object -> its number; one that is met twice is sent once
-    def visit(o):
-        if not _holds_parts(o): return 'v', o
-        if id(o) in seen: return 'again', seen[id(o)]
-        is_tensor = isinstance(o, torch.Tensor)
-        items,attrs = ({},{}) if is_tensor else parts_of(o)
-        holds = items or attrs or isinstance(o, (list,tuple,dict))
-        if not (is_tensor or holds): return 'v', None
-        seen[id(o)] = next(number)
-        if is_tensor: return 't',
-        return (class_name(o), {k:visit(v) for k,v in items.items()},
-                {k:visit(v) for k,v in attrs.items()})
-    return visit(tree)
+# %% ../../nbs/shard/300_trees.ipynb #1a38725f
+_CLASS = 'fastddp: class'      # the key of a class's name
 
 def class_name(o): return f"{type(o).__module__}.{type(o).__qualname__}"
 
-# %% ../../nbs/shard/300_trees.ipynb #c5c967df
+def as_plain(tree,
+    examples=None # Dict that gets each object, by the name of its class
+):
+    "Return `tree` in lists, tuples, dicts and tensors. A value that isn't plain becomes None"
+    examples = {} if examples is None else examples
+    done = {}       # id of an object -> what it became, None while a part of it is visited
+    def visit(o):
+        if isinstance(o, _PLAIN): return o
+        if id(o) not in done:
+            done[id(o)] = None
+            done[id(o)] = plain(o)
+        return done[id(o)]
+    def plain(o):
+        if isinstance(o, torch.Tensor): return o.detach()
+        if type(o) in (list,tuple): return type(o)(map(visit, o))
+        items,attrs = ({k:visit(v) for k,v in part.items()} for part in parts_of(o))
+        if type(o) is dict: return items
+        if not (items or attrs or isinstance(o, (list,tuple,dict))): return None
+        examples.setdefault(class_name(o), o)
+        return {_CLASS: class_name(o), 'items': items, 'attrs': attrs}
+    return visit(tree)
+
 class Stand(dict):
     "Stands for an object of a class that this rank has no object of: items and attributes"
     def __init__(self, items=(), attrs=()):
@@ -137,51 +149,22 @@ class Stand(dict):
         if k in self: return self[k]
         raise AttributeError(k)
 
-# %% ../../nbs/shard/300_trees.ipynb #3477de0c
-def note_examples(tree, examples):
-    "Add the objects in a tree to the dict `examples`, by `class_name`"
-    def visit(o, seen):
-        if not _holds_parts(o) or isinstance(o, torch.Tensor) or id(o) in seen: return
-        seen.add(id(o))
-        examples.setdefault(class_name(o), o)
-        for part in parts_of(o):
-            for v in part.values(): visit(v, seen)
-    visit(tree, set())
+def from_plain(o, examples): # As of `as_plain`, of this rank's own trees
+    "Return the tree of which `as_plain` has made `o`"
+    if type(o) in (list,tuple): return type(o)(from_plain(v, examples) for v in o)
+    if not isinstance(o, dict): return o
+    if _CLASS not in o: return {k:from_plain(v, examples) for k,v in o.items()}
+    items,attrs = (from_plain(o[k], examples) for k in ('items','attrs'))
+    known = examples.get(o[_CLASS])
+    return Stand(items, attrs) if known is None else _with_parts(known, items, attrs)
 
-# %% ../../nbs/shard/300_trees.ipynb #a3c0e606
-# Examples that every rank has
-_PLAIN = {class_name(o):o for o in ([], (), {})}
-
-def tree_from(spec, tensors,
-    examples # As of `note_examples`: objects of this rank's own trees
-):
-    "Return the tree of another rank; an object of a class without example is a `Stand`"
-    remaining = iter(tensors)
-    made = []
-    def visit(s):
-        if s[0] == 'v': return s[1]
-        if s[0] == 'again': return made[s[1]]
-        made.append(None)
-        i = len(made)-1
-        if s[0] == 't': made[i] = next(remaining)
-        else:
-            name,items,attrs = s
-            items = {k:visit(v) for k,v in items.items()}
-            attrs = {k:visit(v) for k,v in attrs.items()}
-            known = examples.get(name, _PLAIN.get(name))
-            made[i] = Stand(items, attrs) if known is None else _with_parts(known, items, attrs)
-        return made[i]
-    return visit(spec)
-
-# %% ../../nbs/shard/300_trees.ipynb #e188a80a
+# %% ../../nbs/shard/300_trees.ipynb #833123e5
 def trees_of_ranks(tree, # This rank's; None: it has none now
-    examples # A dict of objects of the classes in its trees: see `tree_from`
+    examples # A dict of objects of the classes in its trees: see `as_plain`
 ):
     "Return the trees of all ranks, in rank order, with tensors on the CPU. A collective operation"
-    note_examples(tree, examples)
-    sent = None if tree is None else (spec_of(tree), [t.detach() for t in tensors_in(tree)])
-    found = group.all_gather_object(sent)
-    trees = [None if o is None else tree_from(o[0], o[1], examples) for o in found]
+    found = group.all_gather_object(as_plain(tree, examples))
+    trees = [from_plain(o, examples) for o in found]
     trees[group.rank()] = tree      # its values that aren't plain were not sent
     return trees
 
@@ -190,9 +173,7 @@ def turns_of_ranks(trees # This rank's, one for each of its turns
     """Yield the trees of all ranks in the order of their turns: the first one of each rank, then
     the second ones. A collective operation in each round: all ranks take all trees"""
     examples = {}
-    for tree in trees: note_examples(tree, examples)
+    as_plain(trees, examples)
     for k in range(max(group.all_gather_object(len(trees)))):
         own = trees[k] if k < len(trees) else None
         yield from (o for o in trees_of_ranks(own, examples) if o is not None)
-
-def on_cpu(tree): return map_tensors(lambda t: t.detach().cpu(), tree)

@@ -1,4 +1,5 @@
 """After a distributed fit the notebook has what a local fit would have left, in every corner; and nothing else."""
+from fastddp.base.errors import CantDistribute
 import os, random, signal
 from copy import deepcopy
 from functools import partial
@@ -464,15 +465,18 @@ class GrowsBadly(Callback):
         self.learn.create_opt()
 
 
-def test_a_model_that_grows_by_what_cannot_travel_leaves_the_learner_as_it_was(two):
+def test_a_model_that_grows_by_what_cannot_travel_does_not_cost_the_training(two, tmp_path):
     learn = learner()
+    learn.path = tmp_path
     learn.fit(1)
-    before, model, opt = [p.clone() for p in learn.model.parameters()], learn.model, learn.opt
-    with pytest.warns(UserWarning, match='the model got 3.layer.weight, 3.layer.bias in the fit, which can.t be loaded '
-                                         'here; the learner is as before the fit'):
+    before, model = [p.clone() for p in learn.model.parameters()], learn.model
+    with pytest.warns(UserWarning, match="can't be sent back"), pytest.raises(CantDistribute, match='All weights of the fit'):
         learn.distrib_fit(2, nprocs=2, launcher=two, cbs=GrowsBadly())
-    assert (learn.model, learn.opt, len(model)) == (model, opt, 3) and not hasattr(model[0], 'told')
-    for a, b in zip(before, model.parameters(), strict=True): assert torch.equal(a, b)
+    assert learn.model is model and len(model) == 3 and model[0].told == 'something' and len(learn.recorder.values) == 2
+    assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))
+    saved = torch.load(tmp_path/'models'/'distrib-weights.pth')
+    assert {'3.layer.weight', '3.layer.bias'} < {*saved} and torch.equal(saved['0.weight'], model[0].weight)
+    learn.opt = None
     learn.fit(1)
 
 

@@ -127,13 +127,16 @@ class Queue:
         return (torch.nn.functional.cross_entropy(p, y, reduction='none')*self.learn.x[:, 0].abs()).mean()
 
 
-def test_what_a_failed_call_has_changed_is_undone_or_named(ranks, capfd):
+def test_what_a_failed_call_has_changed_is_undone(ranks, capfd):
+    "The first call with the items of all workers counts as none, also in a list"
     n, launcher = ranks
     queue = Queue()
-    learn = learner(train=32, bs=4, loss_func=queue)
+    learn = learner(train=32*n, valid=8, bs=4, loss_func=queue)
     queue.learn = learn
     learn.distrib_fit(1, nprocs=n, launcher=launcher)
-    assert 'A call that failed has changed its seen' in capfd.readouterr().out
+    said = capfd.readouterr().out
+    assert 'With the predictions and targets of all workers, Queue raised RuntimeError (The size of tensor' in said
+    assert queue.calls == len(queue.seen) == 8+2 and f'divided by {n}' in said
 
 
 class Accumulates(Callback):

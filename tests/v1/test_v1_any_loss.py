@@ -27,6 +27,55 @@ def test_any_loss_is_that_of_one_process(name, capfd):
     assert capfd.readouterr().out.count('predictions of all workers') == (name != 'summed')
 
 
+def in_a_closure():
+    kept = dict(calls=0)
+    def loss(out, y):
+        kept['calls'] += 1
+        return F.cross_entropy(out, y)/(1+kept['calls']/10)
+    return loss
+
+
+class InAnObject(nn.Module):
+    "A dict of an object of the module"
+    class Weights:
+        def __init__(self): self.ema = dict(ce=1.)
+    def __init__(self): super().__init__(); self.weights = self.Weights()
+    def forward(self, out, y):
+        ce = F.cross_entropy(out, y)
+        self.weights.ema['ce'] = .9*self.weights.ema['ce']+.1*ce.item()
+        return ce/self.weights.ema['ce']
+
+
+@pytest.mark.parametrize('make', [in_a_closure, InAnObject])
+def test_a_state_at_any_depth_is_that_of_one_process(make, capfd):
+    "In a validation, too; one line says that every worker validates all"
+    two, one = pair(lambda **kw: plain(loss_func=make(), **kw), lambda l: l.fit(2, 1e-2), n=49)
+    same_weights(two, one)
+    same_recorder(two, one)
+    said = capfd.readouterr().out
+    assert said.count('changes a state of its own') == 1 and 'every worker validates all batches.' in said
+
+
+def time_first(out, y):
+    "A sum, of outputs whose items aren't in dimension 0"
+    return F.cross_entropy(out.transpose(0, 1)[:, 0], y, reduction='sum')
+
+
+class TimeFirst(nn.Module):
+    def __init__(self): super().__init__(); self.lin = nn.Linear(3, 2)
+    def forward(self, x): return torch.stack([self.lin(x)]*7)
+
+
+def test_what_a_line_says_of_a_sum_that_is_averaged(capfd):
+    learn = plain(loss_func=time_first, metrics=[])
+    learn.model = TimeFirst()
+    learn.layer_groups = [learn.model]
+    learn.distrib_fit(1, 1e-2, nprocs=2)
+    said = capfd.readouterr().out
+    assert 'No prediction for time_first has the items in dimension 0' in said
+    assert "a sum over items is divided by 2. If it is a sum, pass loss='sum'." in said
+
+
 def test_the_option():
     two, one = plain(4, loss_func=root), plain(8, loss_func=root)
     seed(5)

@@ -1,0 +1,245 @@
+"""Random graphs of objects, random changes of them, and whether two graphs are the same by `is`.
+
+Run as a program, this is the other process of test_one_graph.py: it loads graphs, changes them, and sends the changes.
+"""
+import array, collections, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random, struct, sys, types, weakref
+from dataclasses import dataclass, field
+
+import numpy as np, torch
+from torch import nn
+
+
+class Box: pass
+
+
+class Slots:
+    __slots__ = 'a', 'b', '__weakref__'
+    def __init__(self): self.a = 0
+
+
+@dataclass
+class Data:
+    x: object = None
+    items: list = field(default_factory=list)
+
+
+@dataclass(unsafe_hash=True)
+class Key:
+    n: int = 0
+
+
+class Says:
+    "Leaves a part out of its pickle, and makes it anew"
+    def __init__(self): self.x, self.cache = 0, []
+    def __getstate__(self): return {k: v for k, v in vars(self).items() if k != 'cache'}
+    def __setstate__(self, state): vars(self).update(state, cache=[])
+
+
+class MyList(list): pass
+
+
+class MyDict(dict):
+    "Counts what is set in the usual way"
+    def __setitem__(self, k, v):
+        super().__setitem__(k, v)
+        vars(self)['n'] = vars(self).get('n', 0)+1
+
+
+class Color(enum.Enum): RED = 1; BLUE = 2
+
+
+Pair = collections.namedtuple('Pair', 'a b')
+
+
+class Net(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first = nn.Linear(2, 2)
+        with torch.no_grad():
+            for p in self.first.parameters(): p.fill_(1)
+        self.tied, self.weight = self.first, self.first.weight
+        self.register_buffer('seen', torch.zeros(2))
+
+
+def closures():
+    n, seen = 0, []
+    def add(x):
+        nonlocal n
+        n += 1
+        seen.append(x)
+    def get(): return n, seen
+    return add, get
+
+
+def views():
+    flat = torch.arange(6.)
+    return [flat, flat[2:], flat.view(2, 3)]
+
+
+# What one graph consists of. A maker gets the random generator
+LEAVES = dict(
+    number=lambda r: r.randrange(9), text=lambda r: r.choice('abc'), path=lambda r: pathlib.Path('/tmp')/str(r.randrange(9)),
+    date=lambda r: datetime.date(2026, 1, 1+r.randrange(9)), decimal=lambda r: decimal.Decimal(r.randrange(9)),
+    enum=lambda r: r.choice([*Color]), tensor=lambda r: torch.full((3,), float(r.randrange(9))),
+    parameter=lambda r: nn.Parameter(torch.ones(2)), array=lambda r: np.arange(4.), ints=lambda r: array.array('d', [1., 2.]),
+    random=lambda r: random.Random(r.randrange(9)), generator=lambda r: torch.Generator().manual_seed(r.randrange(9)),
+    numpy_random=lambda r: np.random.default_rng(r.randrange(9)), count=lambda r: itertools.count(r.randrange(9)),
+    text_file=lambda r: io.StringIO('abc'), bytearray=lambda r: bytearray(b'abc'))
+HOLDERS = dict(
+    box=lambda r: Box(), slots=lambda r: Slots(), data=lambda r: Data(), list=lambda r: [], dict=lambda r: {}, my_list=lambda r: MyList(),
+    my_dict=lambda r: MyDict(), deque=lambda r: collections.deque(maxlen=9), default=lambda r: collections.defaultdict(list),
+    ordered=lambda r: collections.OrderedDict(), net=lambda r: Net(), says=lambda r: Says(), objects=lambda r: np.array([None]*3, dtype=object),
+    keyed=lambda r: {Key(i): i for i in range(2)}, set=lambda r: set(), counter=lambda r: collections.Counter('ab'))
+
+
+def is_holder(o):
+    "True for what `put` can write to"
+    if isinstance(o, np.ndarray): return o.dtype == object
+    return isinstance(o, tuple({type(make(random.Random(0))) for make in HOLDERS.values()}))
+
+
+def hashable(o): return isinstance(o, (int, str, pathlib.Path, datetime.date, decimal.Decimal, enum.Enum, Box, torch.Tensor))
+
+
+def put(holder, v, r):
+    "Have a holder refer to `v`"
+    if isinstance(holder, set): hashable(v) and set.add(holder, v)
+    elif isinstance(holder, collections.Counter): holder[r.choice('abc')] += 1
+    elif isinstance(holder, dict): holder[r.choice('abc') if r.random() < .7 or not hashable(v) else v] = v
+    elif isinstance(holder, (list, collections.deque)): holder.append(v)
+    elif isinstance(holder, np.ndarray): holder[r.randrange(len(holder))] = v
+    elif isinstance(holder, Slots): setattr(holder, r.choice('ab'), v)
+    elif isinstance(holder, nn.Module): vars(holder)[r.choice(['more', 'other'])] = v
+    else: setattr(holder, r.choice('xyz'), v)
+
+
+def build(seed, n):
+    "Return a graph with `n` holders and as many other objects"
+    r = random.Random(seed)
+    root = Box()
+    holders = [HOLDERS[r.choice([*HOLDERS])](r) for _ in range(n)]
+    leaves = [LEAVES[r.choice([*LEAVES])](r) for _ in range(n)]
+    root.all, root.views, root.functions = holders+leaves, views(), closures()
+    for o in holders:
+        for _ in range(2):
+            v = r.choice(root.all)
+            if r.random() < .3: v = r.choice([(v, 1), Pair(v, v), functools.partial(print, v), o.append if isinstance(o, list) else v])
+            put(o, v, r)
+    if r.random() < .5 and any(isinstance(o, Box) for o in holders): root.ref = weakref.ref(next(o for o in holders if isinstance(o, Box)))
+    return root
+
+
+def change(root, seed, m):
+    "Make `m` random changes"
+    r = random.Random(seed)
+    for _ in range(m):
+        o = r.choice(root.all)
+        if is_holder(o):
+            act = r.random()
+            if act < .5: put(o, r.choice(root.all), r)
+            elif act < .7: put(o, LEAVES[r.choice([*LEAVES])](r), r)
+            elif act < .8: put(o, HOLDERS[r.choice(['box', 'list', 'dict'])](r), r)
+            elif isinstance(o, (list, collections.deque)) and len(o): del o[r.randrange(len(o))]
+            elif isinstance(o, dict) and len(o): o.pop([*o][0])
+            elif isinstance(o, nn.Module):
+                with torch.no_grad(): o.first.weight.add_(1)
+        elif isinstance(o, torch.Tensor):
+            with torch.no_grad(): o.add_(1) if r.random() < .8 else setattr(o, 'note', r.randrange(9))
+        elif isinstance(o, np.ndarray): o += 1
+        elif isinstance(o, array.array): o.append(3.)
+        elif isinstance(o, random.Random): o.random()
+        elif isinstance(o, torch.Generator): torch.rand(1, generator=o)
+        elif isinstance(o, np.random.Generator): o.random()
+        elif isinstance(o, itertools.count): next(o)
+        elif isinstance(o, io.StringIO): o.write('x')
+        elif isinstance(o, bytearray): o.append(1)
+    act = r.random()
+    if act < .3: root.views[r.randrange(3)].mul_(2)
+    elif act < .6: root.functions[0](r.choice(root.all))
+    if r.random() < .3: root.all.append(LEAVES[r.choice([*LEAVES])](r))
+
+
+def contents(o):
+    "Return `(what is compared by ==, what is compared as objects)`"
+    if isinstance(o, (random.Random, np.random.Generator)): return str(o.getstate() if isinstance(o, random.Random) else o.bit_generator.state), []
+    if isinstance(o, torch.Generator): return o.get_state().tolist(), []
+    if isinstance(o, io.StringIO): return (o.getvalue(), o.tell()), []
+    if isinstance(o, (itertools.count, array.array)): return repr(o), []
+    if isinstance(o, torch.Tensor): return (o.tolist(), o.requires_grad), [*vars(o).items()]
+    if isinstance(o, np.ndarray) and o.dtype != object: return o.tolist(), []
+    if isinstance(o, (np.ndarray, list, tuple, collections.deque)): return len(o), [*enumerate(o), *vars_of(o)]
+    if isinstance(o, dict): return len(o), [*(p for i, kv in enumerate(o.items()) for p in zip([('k', i), ('v', i)], kv)), *vars_of(o)]
+    if isinstance(o, set): return sorted(map(str, map(type, o))), []
+    if isinstance(o, functools.partial): return None, [('args', o.args)]
+    if isinstance(o, types.MethodType): return None, [('self', o.__self__)]
+    if isinstance(o, types.BuiltinFunctionType): return o.__name__, [] if isinstance(o.__self__, types.ModuleType) else [('self', o.__self__)]
+    if isinstance(o, types.FunctionType): return o.__name__, [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
+    if isinstance(o, weakref.ref): return None, [('to', o())]
+    if isinstance(o, type): return o.__name__, []
+    if isinstance(o, Slots): return None, [(k, getattr(o, k)) for k in 'ab' if hasattr(o, k)]
+    if hasattr(o, '__dict__') and not isinstance(o, enum.Enum): return type(o).__name__, vars_of(o)
+    return repr(o), []
+
+
+def vars_of(o): return sorted([*getattr(o, '__dict__', {}).items()], key=lambda kv: kv[0]) if not isinstance(o, MyDict) else []
+
+
+def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), pathlib.Path, datetime.date, decimal.Decimal, enum.Enum))
+
+
+def differs(a, b):
+    "Return where two graphs differ, None if they are the same: each object here stands for one there"
+    pairs, todo, keep = {}, [('', a, b)], []
+    while todo:
+        path, a, b = todo.pop()
+        if type(a) is not type(b): return f'{path}: {type(a).__name__} for {type(b).__name__}'
+        if is_atom(a):
+            if a != b: return f'{path}: {a!r} for {b!r}'
+            continue
+        if isinstance(a, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial)) and id(a) not in pairs: pass
+        elif (id(a) in pairs) != (('b', id(b)) in pairs) or pairs.get(id(a), id(b)) != id(b): return f'{path}: another object'
+        if id(a) in pairs: continue
+        pairs[id(a)], pairs['b', id(b)] = id(b), id(a)
+        keep.append((a, b))
+        (x, inner), (y, others) = contents(a), contents(b)
+        keep += inner, others
+        if x != y: return f'{path}: {str(x)[:90]} for {str(y)[:90]}'
+        if [k for k, _ in inner] != [k for k, _ in others]: return f'{path}: {[k for k, _ in inner]} for {[k for k, _ in others]}'
+        todo += [(f'{path}/{k}', v, w) for (k, v), (_, w) in zip(inner, others)]
+
+
+def read(f):
+    n, = struct.unpack('q', f.read(8))
+    return pickle.loads(f.read(n))
+
+
+def write(f, o):
+    data = pickle.dumps(o)
+    f.write(struct.pack('q', len(data))+data)
+    f.flush()
+
+
+def serve():
+    "Load graphs from stdin, change them, and write the changes to stdout"
+    from fastddp.payload.changes import Notes
+    from fastddp.payload.pickling import load
+    from fastddp.payload.places import Places
+    out = os.fdopen(os.dup(1), 'wb')
+    os.dup2(2, 1)
+    while True:
+        try: word, *args = read(sys.stdin.buffer)
+        except struct.error: return
+        if word == 'load':
+            meta, buffers, table = args
+            root = load(meta, [*map(bytearray, buffers)])
+            notes = Notes(Places(root).find(table))
+            write(out, None)
+        else:
+            change(root, *args)
+            payload = notes.dump(grads='all')
+            write(out, (payload.meta, [*map(bytes, payload.buffers)]))
+
+
+if __name__ == '__main__':
+    import graphs       # so that classes have the same name in both processes
+    graphs.serve()

@@ -1,0 +1,54 @@
+"""Random graphs, which another interpreter changes: here they are then what the same changes make of them in one process"""
+import os, pathlib, subprocess, sys
+
+import pytest
+
+sys.path.insert(0, str(pathlib.Path(__file__).parent))
+import graphs
+from fastddp.payload.changes import apply
+from fastddp.payload.pickling import dump
+from fastddp.payload.places import Places
+
+here = pathlib.Path(__file__).parent
+
+
+@pytest.fixture(scope='module')
+def other():
+    "Another interpreter, with another hash seed"
+    env = dict(os.environ, PYTHONHASHSEED='7', PYTHONPATH=os.pathsep.join([str(here), str(here.parent.parent), os.environ.get('PYTHONPATH', '')]))
+    process = subprocess.Popen([sys.executable, here/'graphs.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    def ask(*request):
+        graphs.write(process.stdin, request)
+        return graphs.read(process.stdout)
+    yield ask
+    process.stdin.close()
+    process.wait()
+
+
+def difference(other, seed, n, m):
+    "Two fits of two and one epochs; the notebook applies the end of each epoch, or of the fit alone"
+    mine = graphs.build(seed, n)
+    payload, places = dump(mine), Places(mine).walk()
+    first = payload.meta, [*map(bytes, payload.buffers)], places.table()
+    for fit in range(2):
+        if fit:
+            payload, places = dump(mine), Places(mine).walk()
+            first = payload.meta, [*map(bytes, payload.buffers)], places.table()
+        other('load', *first)
+        epochs = 2-fit
+        for epoch in range(epochs):
+            meta, buffers = other('change', 100*seed+10*fit+epoch, m)
+            if epoch == epochs-1 or seed % 2:
+                applied = apply(meta, [*map(bytearray, buffers)], places)
+                assert not applied.lost and not applied.failed, (applied.lost, applied.failed)
+    one = graphs.build(seed, n)
+    for fit in range(2):
+        for epoch in range(2-fit): graphs.change(one, 100*seed+10*fit+epoch, m)
+    return graphs.differs(mine, one)
+
+
+@pytest.mark.parametrize('start', [0, pytest.param(100, marks=pytest.mark.full), pytest.param(300, marks=pytest.mark.full)])
+def test_random_graphs_are_changed_as_in_one_process(other, start):
+    n_cases = 60 if not start else 200
+    found = {seed: d for seed in range(start, start+n_cases) if (d := difference(other, seed, 1+seed % 12, 1+seed % 7))}
+    assert not found
