@@ -13,7 +13,7 @@ from fastcore.basics import noop, store_attr
 from ..base.rng import CommonRNG
 from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
 from .loaders import step_of
-from .snapshot import Changes, unpack
+from .snapshot import Changes, state_of, unpack
 from .validation import Validation
 from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
 from ..shard.losses import Losses
@@ -115,7 +115,7 @@ def validate_by_ranks(stop_requested, # True if this rank was asked to stop
     fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
     ranks = Ranks(stop_requested)
-    validation = Validation(ranks, common, Losses())
+    validation = Validation(ranks, common, Losses(state_of=state_of))
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):

@@ -188,26 +188,31 @@ def is_ours(v):
     return module.startswith('fastddp.') and not module.startswith('fastddp.payload.')
 
 # %% ../../nbs/launch/510_training.ipynb #510a0005
-def rescued(learn, places, root, # As of `warn_of_lost`, but on the rank
-    lost # A `Failed` for what couldn't be pickled
-):
-    "Return the weights by name, as an entry of a dict, if the model itself can't be sent; else an empty dict"
-    def is_model(o):
-        if o.name == 'model' and places.objects[o.number] is learn: return True
-        return o.name != 'learn' and f'{places.path(o.number, root)}.'.startswith('learn.model.')
-    if not any(map(is_model, lost)): return {}
-    return dict(rescued={k:t.detach().cpu() for k,t in model_tensors(learn.model).items()})
+def new_tensors(model, places):
+    "Return `{name: tensor}` of those that a fit has added to a model. They are sent by themselves, too"
+    return {k:t.detach().cpu() for k,t in model_tensors(model).items() if id(t) not in places.numbers}
 
-def keep_weights(learn, sent):
-    """Write the weights that `rescued` has added to `sent`, if it has, to a file, and raise a
-    `CantDistribute` that names it"""
-    if 'rescued' not in sent: return
+def keep_weights(learn,
+    places, applied # As of `warn_of_lost`; the extra object has `new_tensors`
+):
+    """If layers that the model got can't be brought to the notebook, write all weights of the fit to
+    a file, and raise a `CantDistribute` that names it"""
+    if not any(_is_of_model(learn, places, o) for o in (*applied.lost, *applied.failed)): return
+    tensors = model_tensors(learn.model) | applied.extra['new_tensors']
     path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
     path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(sent['rescued'], path)
-    raise CantDistribute("The model that the fit has made can't be sent to the notebook, so "
-                         f"learn.model is as before. Its weights are in {path}, by name "
-                         "(torch.load); recorder, callbacks and optimizer are those of the fit.")
+    torch.save({k:t.detach().cpu() for k,t in tensors.items()}, path)
+    raise CantDistribute("Layers that the model got in the fit can't be brought to the notebook: "
+                         f"learn.model lacks them. All weights of the fit are in {path}, by name "
+                         "(torch.load); recorder and callbacks are those of the fit.")
+
+def _is_of_model(learn, places, failed):
+    "True if a `Failed` is a part of the model's structure, or the model itself"
+    holders = [*places.holders(failed.number)]
+    if holders and holders[0] is learn: return failed.name == 'model'
+    return any(isinstance(o, torch.nn.Module) for o in holders) and any(
+        getattr(o, k, None) is holders[0] for o in learn.model.modules()
+        for k in ('_modules','_parameters','_buffers'))
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
 def sync_streams():

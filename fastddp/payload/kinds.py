@@ -81,10 +81,11 @@ def is_own_module(module):
     return bool(file) and sys.modules.get(module.__name__) is module and _is_user_file(file)
 
 def is_own(o):
-    "True for a class or function of a cell, or of a module of the user's own"
-    if o.__module__ == '__main__': return True
+    """True for a class or function of a cell, of a module of the user's own, or of one that this
+    process hasn't: it was pickled by value"""
     if isinstance(o, types.FunctionType) and o.__globals__.get('__name__') == '__main__': return True
-    return is_own_module(sys.modules.get(o.__module__))
+    if o.__module__ == '__main__' or o.__module__ not in sys.modules: return True
+    return is_own_module(sys.modules[o.__module__])
 
 class Function(Attributes):
     "A function, with those of its globals that its code names"
