@@ -126,8 +126,9 @@ class Changes:
         self.learn = obj['learn']
         self.notes = Notes(Places(root_of(obj)).find(obj['edges']), left_out, _of_user)
     def capture(self,
-                rng,        # State of the `CommonRNG` for the notebook to continue with
-                grads='all' # As of `Notes.dump`: 'none' after an interrupt, which may come within a step
+                rng, # State of the `CommonRNG` for the notebook to continue with
+                # As of `Notes.dump`. 'none' after an interrupt, which may come within a step
+                grads='all'
     ):
         "Return all that the job has changed, as a `Payload` for `apply`"
         extra = dict(rng=rng, texts=text_order(self.learn.data.train_dl),

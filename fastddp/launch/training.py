@@ -189,14 +189,15 @@ def is_ours(v):
 
 # %% ../../nbs/launch/510_training.ipynb #510a0005
 def new_tensors(model, places):
-    "Return `{name: tensor}` of those that a fit has added to a model. They are sent by themselves, too"
-    return {k:t.detach().cpu() for k,t in model_tensors(model).items() if id(t) not in places.numbers}
+    "Return `{name: tensor}` of those that a fit has added to a model, to be sent by themselves, too"
+    return {k:t.detach().cpu() for k,t in model_tensors(model).items()
+            if id(t) not in places.numbers}
 
 def keep_weights(learn,
     places, applied # As of `warn_of_lost`; the extra object has `new_tensors`
 ):
-    """If layers that the model got can't be brought to the notebook, write all weights of the fit to
-    a file, and raise a `CantDistribute` that names it"""
+    """If layers that the model got can't be brought to the notebook, write all weights of the fit
+    to a file, and raise a `CantDistribute` that names it"""
     if not any(_is_of_model(learn, places, o) for o in (*applied.lost, *applied.failed)): return
     tensors = model_tensors(learn.model) | applied.extra['new_tensors']
     path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
