@@ -140,8 +140,8 @@ def apply(learn,
           meta, buffers, # The `Payload` of `Changes.capture`
           places         # Of the learner: those of its `snapshot`
 ):
-    """Put a captured state into the learner and all else that `places` has. Warn of what couldn't be
-    sent or set. Raises `CantDistribute` as `keep_weights`"""
+    """Put a captured state into the learner and all else that `places` has. Warn of what couldn't
+    be sent or set. Raises `CantDistribute` as `keep_weights`"""
     home = learn.data.device
     applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
     set_text_order(learn.data.train_dl, applied.extra['texts'])

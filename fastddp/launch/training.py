@@ -189,7 +189,7 @@ def is_ours(v):
 
 # %% ../../nbs/launch/510_training.ipynb #510a0005
 def new_tensors(model, places):
-    "Return `{name: tensor}` of those that a fit has added to a model, to be sent by themselves, too"
+    "Return `{name: tensor}` of those that a fit has added to a model, to be sent by themselves"
     return {k:t.detach().cpu() for k,t in model_tensors(model).items()
             if id(t) not in places.numbers}
 
