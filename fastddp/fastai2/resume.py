@@ -191,7 +191,7 @@ class ResumeFit(OurCallback):
         # if a callback cancels the fit before this event, `_do_fit` stays: nothing trains this
         # rank's learner any more
         if vars(learn).pop('_do_fit', None) is None: return
-        self.kept.undo(keeps=lambda v: v is None)
+        self.kept.undo(only_held=True)
         learn.train_iter = self.saved_train_iter
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:

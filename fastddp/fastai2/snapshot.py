@@ -323,7 +323,7 @@ def copy_of(learn):
     res.logger = noop
     return res
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #570c26c0
+# %% ../../nbs/fastai2/721_snapshot.ipynb #55beee64
 class SavedGraph(NamedTuple):
     "A learner's graph in bytes"
     graph:tuple         # `(meta, buffers)` of the graph
@@ -339,9 +339,13 @@ class SavedGraph(NamedTuple):
             if places is None: places = Places(root, left_out).walk()
             data = {id(o):('data',places.numbers[id(o)]) for o in _datasets(learn)
                     if id(o) in places.numbers}
-            obj = dict(root=root, settings=Settings(), rng=CommonRNG.capture().state())
+            settings = Settings()
+            obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state())
             blank = _storages_of(changes, places) if changes is not None else ()
-            payload = dump(obj, data, blank=blank)
+            try: payload = dump(obj, data, blank=blank)
+            except Exception:
+                settings.checks = True      # of own modules, each variable by itself
+                payload = dump(obj, data, blank=blank)
             # the table can be read without the graph, which it takes to load that
             meta = pickle.dumps((payload.meta, places.table()))
         return cls((meta, payload.buffers), changes)

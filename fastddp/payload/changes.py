@@ -82,7 +82,7 @@ def _sum(storage):
     return data.view(torch.int32).sum(dtype=torch.int64).cpu() if not n else \
         data.view(torch.int32).sum(dtype=torch.int64)
 
-# %% ../../nbs/payload/108_changes.ipynb #4beabcbd
+# %% ../../nbs/payload/108_changes.ipynb #9180add2
 class _PartPickler(RankPickler):
     "Pickles a part of an object, with the numbers of others"
     skip,stale = None,()
@@ -168,7 +168,7 @@ class Notes:
         note,o,k = self.start[i],self.places.objects[i],self.kinds[i]
         attrs,items = self._read(i)
         again = self.sent.get(i, ())
-        if not again and not note.parts and not self.stale and note.attrs.keys() == attrs.keys() \
+        if not (again or self.is_empty) and not note.parts and not self.stale and note.attrs.keys() == attrs.keys() \
                 and _are_same_objects(note.attrs.values(), attrs.values()) \
                 and (items is None or _are_same_objects(note.items, items)): return None
         new,gone = {},[name for name in {*note.attrs, *again} if name not in attrs and type(name) is not OF_KEY]
@@ -340,7 +340,7 @@ def _gradients(tensors):
         found |= {i:ZEROS for i,f in zip(numbers, filled) if not f}
     return found
 
-# %% ../../nbs/payload/108_changes.ipynb #9ca8ca2d
+# %% ../../nbs/payload/108_changes.ipynb #202886a5
 _MAX_COPIED = 2**27     # bytes of tensors; those of a larger graph aren't put back
 
 class Kept:
@@ -359,7 +359,7 @@ class Kept:
         "Return True if any object holds something else than when this was made"
         return self.notes.has_changed()
     def undo(self,
-        keeps=lambda v: False # True for a value that was noted, in whose place the new one stays
+        only_held=False # True: what was None, or wasn't there, stays as it is now
     ):
         "Put back what was noted; what is no part of the graph, such as a file, can't be"
         notes,objects = self.notes,self.notes.places.objects
@@ -372,13 +372,13 @@ class Kept:
                 continue
             new,gone,items = what
             was = {name:note.attrs[name] for name in {*new, *gone} if name in note.attrs}
-            was = {name:v for name,v in was.items() if not keeps(v)}
+            gone = [] if only_held else [name for name in new if name not in note.attrs]
+            if only_held: was = {name:v for name,v in was.items() if v is not None}
             before = note.items
             if items is not None and k is DICT:
                 n = len(before)//2
                 before = [*zip(before[:n], before[n:])]
-            k.write(o, was, [name for name in new if name not in note.attrs],
-                    before if items is not None else None)
+            k.write(o, was, gone, before if items is not None else None)
 
 # %% ../../nbs/payload/108_changes.ipynb #381c4133
 class _StoragePickler(RankPickler):

@@ -69,7 +69,7 @@ class Attributes:
         if '__class__' in new: object.__setattr__(o, '__class__', new.pop('__class__'))
         set_attributes(o, new, gone)
 
-# %% ../../nbs/payload/106_kinds.ipynb #cea049e6
+# %% ../../nbs/payload/106_kinds.ipynb #41a85b69
 _is_user_file = functools.cache(is_user_file)
 
 def is_own_module(module):
@@ -104,10 +104,10 @@ class Function(Attributes):
 class Cell(Attributes):
     "The cell of a closure: several functions may have one variable in common"
     def attrs(self, cell):
-        try: return dict(value=cell.cell_contents)
+        try: return dict(cell_contents=cell.cell_contents)
         except ValueError: return {}        # it is empty
     def write(self, cell, new, gone, items):
-        if new: cell.cell_contents = new['value']
+        if new: cell.cell_contents = new['cell_contents']
         elif gone: del cell.cell_contents
 
 # %% ../../nbs/payload/106_kinds.ipynb #8c445baf

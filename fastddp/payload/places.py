@@ -14,7 +14,7 @@ import cloudpickle
 from .kinds import (
     CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
 
-# %% ../../nbs/payload/107_places.ipynb #6de4e101
+# %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 def members(o, left_out=frozenset()):
     "Yield `(name, object)` for what an object refers to"
     if isinstance(o, (tuple,list,deque)): yield from enumerate(o)
@@ -26,7 +26,7 @@ def members(o, left_out=frozenset()):
     elif isinstance(o, functools.partial):
         yield from ((('partial',k), getattr(o, k)) for k in ('func','args','keywords'))
     if isinstance(o, types.FunctionType):
-        yield from ((('cell',i), c) for i,c in enumerate(o.__closure__ or ()))
+        yield from ((('variable',k), c) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()))
     if isinstance(o, type): yield from ((('base',i), b) for i,b in enumerate(o.__bases__))
     if isinstance(o, (type,types.FunctionType)) and is_own_module(m := sys.modules.get(o.__module__)):
         yield 'module',m
@@ -39,10 +39,11 @@ def members(o, left_out=frozenset()):
     if k is DICT:
         for i,(key,v) in enumerate(k.items(o)):
             if is_value(key): yield ('key',key),v
-            else: yield from ((('key of',i), key), (('item',i), v))
+            # entries of a weak one may be gone on the other side, so they have no position
+            elif isinstance(o, dict): yield from ((('key of',i), key), (('item',i), v))
     elif k is SEQUENCE and not isinstance(o, (list,deque)): yield from enumerate(k.items(o))
 
-# %% ../../nbs/payload/107_places.ipynb #88d84e32
+# %% ../../nbs/payload/107_places.ipynb #4ad6ca96
 _MAX_OBJECTS = 200_000      # what lies beyond is a part of its holder
 
 class Places:
@@ -136,7 +137,8 @@ class Places:
 
 def _word(name):
     if type(name) is int: return f'[{name}]'
+    if name == 'cell_contents': return ''
     if type(name) is str: return f'.{name}'
     kind,key = name
     if kind == 'key': return f'[{key!r}]'
-    return f' (its {kind} {key})' if kind in ('global','cell','base') else f'.{key}'
+    return f' (its {kind} {key})' if kind in ('global','variable','base') else f'.{key}'

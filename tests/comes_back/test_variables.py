@@ -175,7 +175,7 @@ def test_what_cannot_come_back_is_named(two):
             held.append(i for i in ())
             kept.append(self.epoch)
     learn = learner()
-    with pytest.warns(UserWarning, match="fastddp: .*held .*can't be sent back from the workers"):
+    with pytest.warns(UserWarning, match="fastddp: .*held.*can't be sent back from the workers"):
         learn.distrib_fit(1, nprocs=2, launcher=two, cbs=Holds())
     assert (held, kept) == ([], [0])
 
