@@ -111,7 +111,7 @@ class Notes:
         self._keep = []         # what keeps the ids of `stale` unique
         self.sent = defaultdict(set)    # number -> names that were sent once
         self.sent_whole = set() # numbers of what was sent once as a whole, and keys of storages
-        self.lost = []          # a `Failed` for what couldn't be pickled
+        self.lost = []          # a `Failed` for what the last `dump` couldn't pickle
         tensors = {i:o for i,o in places.objects.items()
                    if self.kinds[i] is TENSOR and has_storage(o)}
         self.storages = _Storages({} if is_empty else tensors)
@@ -272,6 +272,7 @@ class Notes:
         "Return what has changed as a `Payload` for `apply`"
         with no_collection(): return self._dump(extra, grads, weights, {*skip})
     def _dump(self, extra, grads, weights, skip):
+        self.lost = []
         changes = {i:v for i,v in self.changes().items() if i not in skip}
         out = _Sender(self)
         for i,what in changes.items(): self._send(out, i, what)
