@@ -321,6 +321,10 @@ def _is_activation(v):
     "True for what a forward pass has left in an attribute: its graph is the rank's"
     return isinstance(v, torch.Tensor) and v.grad_fn is not None
 
+class _Contents(NamedTuple):
+    "What changed in an object that is sent as a whole"
+    value:object
+
 class _Inside(NamedTuple):
     """In the place of a part of an object that is the same as at the start, but has other contents.
     They go into the part that the notebook's object has, which others may hold"""
@@ -391,10 +395,6 @@ class _StoragePickler(RankPickler):
             i = self.storages.get(o._cdata)
             return None if i is None else ('storage', i)
         return self.known.get(id(o))
-
-class _Contents(NamedTuple):
-    "What changed in an object that is sent as a whole"
-    value:object
 
 class Piece(NamedTuple):
     number:object       # Of the object; `GRADS` for gradients, `PART` for a new value

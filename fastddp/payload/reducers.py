@@ -418,7 +418,8 @@ def set_attributes_of(o, attrs): vars(o).update(attrs)
 
 def set_optimizer(opt, attrs):
     vars(opt).update(attrs)
-    opt._patch_step_function()
+    # one without hooks has not called torch's `__init__`
+    if '_optimizer_step_pre_hooks' in attrs: opt._patch_step_function()
 
 # %% ../../nbs/payload/090_reducers.ipynb #deb571cc
 @reduces(BaseException)
