@@ -2577,6 +2577,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastddp/payload/changes.py'),
                                          'fastddp.payload.changes.Kept.undo': ( 'payload/changes.html#kept.undo',
                                                                                 'fastddp/payload/changes.py'),
+                                         'fastddp.payload.changes.Message': ('payload/changes.html#message', 'fastddp/payload/changes.py'),
                                          'fastddp.payload.changes.Notes': ('payload/changes.html#notes', 'fastddp/payload/changes.py'),
                                          'fastddp.payload.changes.Notes.__init__': ( 'payload/changes.html#notes.__init__',
                                                                                      'fastddp/payload/changes.py'),

@@ -278,7 +278,8 @@ def fit_job(ctx, obj):
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
-    changes.send('cut' if interrupted else 'state', fit, grads='all' if fit.same_model.has_unused_grads else 'zeros')
+    grads = 'all' if fit.same_model.has_unused_grads else 'zeros'
+    changes.send('cut' if interrupted else 'state', fit, grads=grads)
     report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 

@@ -153,7 +153,8 @@ def _named_parts(learn, cbs):
         parts |= {f"{path}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func,
                                                       *all_cbs(learn, cbs))}
-    return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks_of(learn)}
+    hooks = {'the hooks of parameters and optimizer': hooks_of(learn)}
+    return classes | parts | dict(learn=learn) | hooks
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
@@ -241,7 +242,7 @@ def unpack(
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #f76c7a78
 class Changes:
-    "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
+    "What a job has changed in a learner since this was made; on rank 0, or in a copy of it"
     def __init__(self, learn,
         places, # Those here, by the numbers that the notebook's objects have
         shared=() # As of `Notes`
@@ -364,8 +365,8 @@ class SavedGraph(NamedTuple):
         if self.changes is not None:
             rng = apply_changes(*self.changes, theirs).extra['rng']
             theirs.find(edges)
-        # what one of them lacks, such as the state of an optimizer that hasn't trained, is a part of
-        # its holder
+        # what one of them lacks, such as the state of an optimizer that hasn't trained, is a part
+        # of its holder
         for a,b in ((theirs, own), (own, theirs)):
             a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
         is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]

@@ -58,7 +58,7 @@ def set_attributes(o, new, gone=()):
         elif hasattr(o, k): object.__delattr__(o, k)
 
 class Attributes:
-    "Any object with attributes and slots; its class is one of them, since parametrizations change it"
+    "Any object with attributes and slots. Its class is one: parametrizations change it"
     is_hashed = False       # True: written last, when what its keys consist of is there
     def attrs(self, o): return {**attributes(o), '__class__': type(o)}
     def items(self, o): return None
@@ -83,7 +83,8 @@ def is_own_module(module):
 def is_own(o):
     """True for a class or function of a cell, of a module of the user's own, or of one that this
     process hasn't: it was pickled by value"""
-    if isinstance(o, types.FunctionType) and o.__globals__.get('__name__') == '__main__': return True
+    is_function = isinstance(o, types.FunctionType)
+    if is_function and o.__globals__.get('__name__') == '__main__': return True
     if o.__module__ == '__main__' or o.__module__ not in sys.modules: return True
     return is_own_module(sys.modules[o.__module__])
 
@@ -330,9 +331,11 @@ def _is(a, b): return a is b
 # %% ../../nbs/payload/106_kinds.ipynb #d9b5ebc0
 def _reduced(o): return o.__reduce_ex__(4)
 
-ATTRIBUTES,FUNCTION,CELL,CLASS,MODULE,DICT,SEQUENCE,SET,SCRIPT,TENSOR,ARRAY,TABLE,STATE,LAZY,LONG = (
-    c() for c in (Attributes,Function,Cell,Class,Module,Dict,Sequence,Set,Script,Tensor,Array,Table,
-                  State,Lazy,Long))
+ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
+CLASS,MODULE,SCRIPT = Class(),Module(),Script()
+DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
+TENSOR,ARRAY,TABLE = Tensor(),Array(),Table()
+STATE,LAZY,LONG = State(),Lazy(),Long()
 CONSTANT = 'constant'   # can't change itself, but refers to others that can
 OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
 
@@ -381,7 +384,8 @@ def _kind_of(cls):
     if pandas and issubclass(cls, (pandas.DataFrame,pandas.Series)): return TABLE
     if pandas and issubclass(cls, pandas.Index): return None    # it doesn't change
     if any(_has_state_in_c(c) for c in cls.__mro__ if c is not object): return OPAQUE
-    has_slots = any(c.__dict__.get('__slots__') for c in cls.__mro__ if c.__flags__ & _MADE_IN_PYTHON)
+    of_python = [c for c in cls.__mro__ if c.__flags__ & _MADE_IN_PYTHON]
+    has_slots = any(vars(c).get('__slots__') for c in of_python)
     return ATTRIBUTES if cls.__dictoffset__ or has_slots else OPAQUE
 
 def _has_state_in_c(cls):

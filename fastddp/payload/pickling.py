@@ -82,8 +82,10 @@ class Pickler(cloudpickle.Pickler):
     def _function_getnewargs(self, f):
         return *super()._function_getnewargs(f)[:4], f.__closure__
     def _dynamic_function_reduce(self, f):
-        make,args,(state,slots),*rest = super()._dynamic_function_reduce(f)
-        return make, args, (state, slots|dict(__closure__=None)), *rest
+        reduced = [*super()._dynamic_function_reduce(f)]
+        attrs,slots = reduced[2]
+        reduced[2] = attrs, slots|dict(__closure__=None)
+        return tuple(reduced)
 
 class KnownPickler(Pickler):
     "As `Pickler`; objects that the other process has are pickled as their keys"
@@ -130,7 +132,8 @@ def dump(
 ):
     "Return `obj` as a `Payload`"
     buffers,stream = [],io.BytesIO()
-    p = (pickler or (KnownPickler if known else Pickler))(stream, lambda b: buffers.append(memory_of(b)))
+    cls = pickler or (KnownPickler if known else Pickler)
+    p = cls(stream, lambda b: buffers.append(memory_of(b)))
     p.with_grads,p.blank = with_grads,blank
     if known: p.known = known
     with no_collection():

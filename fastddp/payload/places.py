@@ -28,8 +28,9 @@ def members(o, left_out=frozenset()):
     if isinstance(o, types.FunctionType):
         yield from ((('variable',k), c) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()))
     if isinstance(o, type): yield from ((('base',i), b) for i,b in enumerate(o.__bases__))
-    if isinstance(o, (type,types.FunctionType)) and is_own_module(m := sys.modules.get(o.__module__)):
-        yield 'module',m
+    if isinstance(o, (type,types.FunctionType)):
+        module = sys.modules.get(o.__module__)
+        if is_own_module(module): yield 'module',module
     k = kind(o)
     if not hasattr(k, 'attrs'):
         if k in (STATE,OPAQUE): yield from attributes(o).items()
@@ -97,7 +98,8 @@ class Places:
             except Exception: continue
             for name,j in wanted:
                 v = here.get(name, self)
-                if v is self or j in self.objects or id(v) in self.numbers or kind(v) is None: continue
+                is_known = j in self.objects or id(v) in self.numbers
+                if v is self or is_known or kind(v) is None: continue
                 self._add(j, v)
                 todo.append(j)
         return self

@@ -107,7 +107,7 @@ def _(storage, pickler):
 def load_typed_storage(storage, dtype):
     return torch.storage.TypedStorage(wrap_storage=storage, dtype=dtype, _internal=True)
 
-MAX_OWN = 2**18         # bytes; a larger storage or array lies on the buffer of the payload
+MAX_OWN = 2**12         # bytes; a larger storage or array lies on the buffer of the payload
 
 # Devices are pickled as text, and a process that loads a storage of a GPU notes the text for it, so
 # that the storage finds its way back if it is pickled again there:
@@ -408,7 +408,7 @@ def _(opt, pickler):
 
 @reduces(Stateful)
 def _(o, pickler):
-    "Pickle the attributes of a callback, with lists that its class leaves out, as the Recorder does"
+    "Pickle the attributes of a callback, with lists that its class leaves out: the Recorder's"
     if type(o).__getstate__ is not Stateful.__getstate__: return NotImplemented
     lists = {k:v for k,v in vars(o).items() if isinstance(v, list)}
     return new_object, (type(o),), o.__getstate__()|lists, None, None, set_attributes_of

@@ -429,7 +429,7 @@ def test_layers_that_cannot_be_loaded_do_not_cost_the_training(two, tmp_path):
     learn = learner(cbs=GrowsOnlyThere())
     learn.path = tmp_path
     model, n, before = learn.model, len(learn.model), [p.detach().clone() for p in learn.model.parameters()]
-    with pytest.warns(UserWarning, match="can't be loaded here"), pytest.raises(CantDistribute, match='All weights') as e:
+    with pytest.warns(UserWarning, match="be loaded here"), pytest.raises(CantDistribute, match='All weights') as e:
         learn.distrib_fit(1, nprocs=2, launcher=two)
     assert learn.model is model and len(model) == n and len(learn.recorder.values) == 1
     assert any(not torch.equal(a, b) for a, b in zip(before, model.parameters(), strict=True))

@@ -2,7 +2,8 @@
 
 Run as a program, this is the other process of test_one_graph.py: it loads graphs, changes them, and sends the changes.
 """
-import array, collections, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random, struct, sys, types, weakref
+import array, collections, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random, struct
+import sys, types, weakref
 from dataclasses import dataclass, field
 
 import numpy as np, torch
@@ -78,18 +79,39 @@ def views():
 
 # What one graph consists of. A maker gets the random generator
 LEAVES = dict(
-    number=lambda r: r.randrange(9), text=lambda r: r.choice('abc'), path=lambda r: pathlib.Path('/tmp')/str(r.randrange(9)),
-    date=lambda r: datetime.date(2026, 1, 1+r.randrange(9)), decimal=lambda r: decimal.Decimal(r.randrange(9)),
-    enum=lambda r: r.choice([*Color]), tensor=lambda r: torch.full((3,), float(r.randrange(9))),
-    parameter=lambda r: nn.Parameter(torch.ones(2)), array=lambda r: np.arange(4.), ints=lambda r: array.array('d', [1., 2.]),
-    random=lambda r: random.Random(r.randrange(9)), generator=lambda r: torch.Generator().manual_seed(r.randrange(9)),
-    numpy_random=lambda r: np.random.default_rng(r.randrange(9)), count=lambda r: itertools.count(r.randrange(9)),
-    text_file=lambda r: io.StringIO('abc'), bytearray=lambda r: bytearray(b'abc'))
+    number=lambda r: r.randrange(9),
+    text=lambda r: r.choice('abc'),
+    path=lambda r: pathlib.Path('/tmp')/str(r.randrange(9)),
+    date=lambda r: datetime.date(2026, 1, 1+r.randrange(9)),
+    decimal=lambda r: decimal.Decimal(r.randrange(9)),
+    enum=lambda r: r.choice([*Color]),
+    tensor=lambda r: torch.full((3,), float(r.randrange(9))),
+    parameter=lambda r: nn.Parameter(torch.ones(2)),
+    array=lambda r: np.arange(4.),
+    ints=lambda r: array.array('d', [1., 2.]),
+    random=lambda r: random.Random(r.randrange(9)),
+    generator=lambda r: torch.Generator().manual_seed(r.randrange(9)),
+    numpy_random=lambda r: np.random.default_rng(r.randrange(9)),
+    count=lambda r: itertools.count(r.randrange(9)),
+    text_file=lambda r: io.StringIO('abc'),
+    bytearray=lambda r: bytearray(b'abc'))
 HOLDERS = dict(
-    box=lambda r: Box(), slots=lambda r: Slots(), data=lambda r: Data(), list=lambda r: [], dict=lambda r: {}, my_list=lambda r: MyList(),
-    my_dict=lambda r: MyDict(), deque=lambda r: collections.deque(maxlen=9), default=lambda r: collections.defaultdict(list),
-    ordered=lambda r: collections.OrderedDict(), net=lambda r: Net(), says=lambda r: Says(), objects=lambda r: np.array([None]*3, dtype=object),
-    keyed=lambda r: {Key(i): i for i in range(2)}, set=lambda r: set(), counter=lambda r: collections.Counter('ab'))
+    box=lambda r: Box(),
+    slots=lambda r: Slots(),
+    data=lambda r: Data(),
+    list=lambda r: [],
+    dict=lambda r: {},
+    my_list=lambda r: MyList(),
+    my_dict=lambda r: MyDict(),
+    deque=lambda r: collections.deque(maxlen=9),
+    default=lambda r: collections.defaultdict(list),
+    ordered=lambda r: collections.OrderedDict(),
+    net=lambda r: Net(),
+    says=lambda r: Says(),
+    objects=lambda r: np.array([None]*3, dtype=object),
+    keyed=lambda r: {Key(i): i for i in range(2)},
+    set=lambda r: set(),
+    counter=lambda r: collections.Counter('ab'))
 
 
 def is_holder(o):
@@ -98,7 +120,10 @@ def is_holder(o):
     return isinstance(o, tuple({type(make(random.Random(0))) for make in HOLDERS.values()}))
 
 
-def hashable(o): return isinstance(o, (int, str, pathlib.Path, datetime.date, decimal.Decimal, enum.Enum, Box, torch.Tensor))
+_VALUES = pathlib.Path, datetime.date, decimal.Decimal, enum.Enum
+
+
+def hashable(o): return isinstance(o, (int, str, Box, torch.Tensor, *_VALUES))
 
 
 def put(holder, v, r):
@@ -123,9 +148,11 @@ def build(seed, n):
     for o in holders:
         for _ in range(2):
             v = r.choice(root.all)
-            if r.random() < .3: v = r.choice([(v, 1), Pair(v, v), functools.partial(print, v), o.append if isinstance(o, list) else v])
+            bound = o.append if isinstance(o, list) else v
+            if r.random() < .3: v = r.choice([(v, 1), Pair(v, v), functools.partial(print, v), bound])
             put(o, v, r)
-    if r.random() < .5 and any(isinstance(o, Box) for o in holders): root.ref = weakref.ref(next(o for o in holders if isinstance(o, Box)))
+    boxes = [o for o in holders if isinstance(o, Box)]
+    if r.random() < .5 and boxes: root.ref = weakref.ref(boxes[0])
     return root
 
 
@@ -161,19 +188,24 @@ def change(root, seed, m):
 
 def contents(o):
     "Return `(what is compared by ==, what is compared as objects)`"
-    if isinstance(o, (random.Random, np.random.Generator)): return str(o.getstate() if isinstance(o, random.Random) else o.bit_generator.state), []
+    if isinstance(o, random.Random): return str(o.getstate()), []
+    if isinstance(o, np.random.Generator): return str(o.bit_generator.state), []
     if isinstance(o, torch.Generator): return o.get_state().tolist(), []
     if isinstance(o, io.StringIO): return (o.getvalue(), o.tell()), []
     if isinstance(o, (itertools.count, array.array)): return repr(o), []
     if isinstance(o, torch.Tensor): return (o.tolist(), o.requires_grad), [*vars(o).items()]
     if isinstance(o, np.ndarray) and o.dtype != object: return o.tolist(), []
     if isinstance(o, (np.ndarray, list, tuple, collections.deque)): return len(o), [*enumerate(o), *vars_of(o)]
-    if isinstance(o, dict): return len(o), [*(p for i, kv in enumerate(o.items()) for p in zip([('k', i), ('v', i)], kv)), *vars_of(o)]
+    if isinstance(o, dict):
+        pairs = [p for i, kv in enumerate(o.items()) for p in zip([('k', i), ('v', i)], kv)]
+        return len(o), [*pairs, *vars_of(o)]
     if isinstance(o, set): return sorted(map(str, map(type, o))), []
     if isinstance(o, functools.partial): return None, [('args', o.args)]
     if isinstance(o, types.MethodType): return None, [('self', o.__self__)]
-    if isinstance(o, types.BuiltinFunctionType): return o.__name__, [] if isinstance(o.__self__, types.ModuleType) else [('self', o.__self__)]
-    if isinstance(o, types.FunctionType): return o.__name__, [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
+    if isinstance(o, types.BuiltinFunctionType):
+        return o.__name__, [] if isinstance(o.__self__, types.ModuleType) else [('self', o.__self__)]
+    if isinstance(o, types.FunctionType):
+        return o.__name__, [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
     if isinstance(o, weakref.ref): return None, [('to', o())]
     if isinstance(o, type): return o.__name__, []
     if isinstance(o, Slots): return None, [(k, getattr(o, k)) for k in 'ab' if hasattr(o, k)]
@@ -181,10 +213,12 @@ def contents(o):
     return repr(o), []
 
 
-def vars_of(o): return sorted([*getattr(o, '__dict__', {}).items()], key=lambda kv: kv[0]) if not isinstance(o, MyDict) else []
+def vars_of(o):
+    attrs = {} if isinstance(o, MyDict) else getattr(o, '__dict__', {})
+    return sorted(attrs.items(), key=lambda kv: kv[0])
 
 
-def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), pathlib.Path, datetime.date, decimal.Decimal, enum.Enum))
+def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), *_VALUES))
 
 
 def differs(a, b):
@@ -196,15 +230,18 @@ def differs(a, b):
         if is_atom(a):
             if a != b: return f'{path}: {a!r} for {b!r}'
             continue
-        if isinstance(a, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial)) and id(a) not in pairs: pass
-        elif (id(a) in pairs) != (('b', id(b)) in pairs) or pairs.get(id(a), id(b)) != id(b): return f'{path}: another object'
+        is_made_anew = isinstance(a, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial))
+        is_known, is_other = id(a) in pairs, pairs.get(id(a), id(b)) != id(b)
+        is_half = not is_made_anew and is_known != (('b', id(b)) in pairs)
+        if is_known and is_other or is_half: return f'{path}: another object'
         if id(a) in pairs: continue
         pairs[id(a)], pairs['b', id(b)] = id(b), id(a)
         keep.append((a, b))
         (x, inner), (y, others) = contents(a), contents(b)
         keep += inner, others
         if x != y: return f'{path}: {str(x)[:90]} for {str(y)[:90]}'
-        if [k for k, _ in inner] != [k for k, _ in others]: return f'{path}: {[k for k, _ in inner]} for {[k for k, _ in others]}'
+        names, other_names = [k for k, _ in inner], [k for k, _ in others]
+        if names != other_names: return f'{path}: {names} for {other_names}'
         todo += [(f'{path}/{k}', v, w) for (k, v), (_, w) in zip(inner, others)]
 
 

@@ -70,8 +70,8 @@ class Late:
 p = torch.full((2,), 3.)
 
 
-WITH = [counts, in_a_dict, in_an_object, ticking, by_default, *closures(), Plain(), Plain().in_class, Plain().__call__, Ema(), Replaces(),
-        InPlace(), Late(), lambda p, y, f=Ema(): f(p, y)]
+WITH = [counts, in_a_dict, in_an_object, ticking, by_default, *closures(), Plain(), Plain().in_class, Plain().__call__,
+        Ema(), Replaces(), InPlace(), Late(), lambda p, y, f=Ema(): f(p, y)]
 
 
 @pytest.mark.parametrize('f', WITH, ids=range(len(WITH)))

@@ -1,4 +1,4 @@
-"""Random graphs, which another interpreter changes: here they are then what the same changes make of them in one process"""
+"Random graphs, which another interpreter changes: here they are then as after the same changes in one process"
 import os, pathlib, subprocess, sys
 
 import pytest
@@ -15,8 +15,9 @@ here = pathlib.Path(__file__).parent
 @pytest.fixture(scope='module')
 def other():
     "Another interpreter, with another hash seed"
-    env = dict(os.environ, PYTHONHASHSEED='7', PYTHONPATH=os.pathsep.join([str(here), str(here.parent.parent), os.environ.get('PYTHONPATH', '')]))
-    process = subprocess.Popen([sys.executable, here/'graphs.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=env)
+    path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get('PYTHONPATH', '')])
+    process = subprocess.Popen([sys.executable, here/'graphs.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+                               env=dict(os.environ, PYTHONHASHSEED='7', PYTHONPATH=path))
     def ask(*request):
         graphs.write(process.stdin, request)
         return graphs.read(process.stdout)
@@ -47,8 +48,8 @@ def difference(other, seed, n, m):
     return graphs.differs(mine, one)
 
 
-@pytest.mark.parametrize('start', [0, pytest.param(100, marks=pytest.mark.full), pytest.param(300, marks=pytest.mark.full)])
+@pytest.mark.parametrize('start', [0, *(pytest.param(i, marks=pytest.mark.full) for i in (200, 400))])
 def test_random_graphs_are_changed_as_in_one_process(other, start):
-    n_cases = 60 if not start else 200
+    n_cases = 60 if not start else 150
     found = {seed: d for seed in range(start, start+n_cases) if (d := difference(other, seed, 1+seed % 12, 1+seed % 7))}
     assert not found
