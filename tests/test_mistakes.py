@@ -80,3 +80,10 @@ def test_a_misspelt_method_shows_the_users_line_only():
     except AttributeError as e: shown = e._render_traceback_()
     assert not any('fastddp/fastai2' in o for o in shown) and 'distrib_lrfind()' in '\n'.join(shown[:-1])
     assert shown[-1] == "AttributeError: Learner has no attribute 'distrib_lrfind'. Did you mean distrib_lr_find?"
+
+
+@pytest.mark.parametrize('name', ['makedip', 'autodip', 'dipush', 'dipull', 'dipper', 'dipstat'])
+def test_help_of_a_magic(name, shell, capsys):
+    assert answer(f'%{name} -h') is None
+    said = capsys.readouterr().out
+    assert said.startswith(f'  %{name}') and '::' not in said
