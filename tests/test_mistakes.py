@@ -87,3 +87,12 @@ def test_help_of_a_magic(name, shell, capsys):
     assert answer(f'%{name} -h') is None
     said = capsys.readouterr().out
     assert said.startswith(f'  %{name}') and '::' not in said
+
+
+def test_lines_of_a_message_end_at_90_columns(shell):
+    "In a cell; the exception's own text has no breaks"
+    try: make_learner().distrib_fit(1, bs=64)
+    except CantDistribute as e: text, lines = str(e), e._render_traceback_()
+    message = lines[next(i for i, o in enumerate(lines) if o.startswith('CantDistribute')):]
+    assert len(text) > 90 and max(map(len, message)) <= 90
+    assert ' '.join(message) == f'CantDistribute: {text}'

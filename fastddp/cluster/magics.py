@@ -81,7 +81,7 @@ class DipMagics(Magics):
     @with_help
     @magic_arguments()
     @argument('-g', '--gpus', nargs='+',
-              help="GPUs in order, one rank each: all, or numbers separated by commas.")
+              help="GPUs in order, one worker each: all, or numbers separated by commas.")
     @argument('-n', '--nprocs', type=int, help="Workers on the CPU.")
     @argument('-a', '--app', help=f"What makes training distributed: {', '.join(APPS)}. "
                                   "Default: for the fastai that is installed.")
@@ -106,8 +106,8 @@ class DipMagics(Magics):
     @argument('place', nargs='?', default='remote', choices=PLACES,
               help="In the group, in the notebook, or in both. Default: remote.")
     @argument('-s', '-S', '--see', nargs='+',
-              help="Ranks whose output is shown: all, or numbers separated by commas. Default: 0.")
-    @argument('-o', '--on', default='all', help="Ranks that run the cell. Default: all.")
+              help="Workers whose output is shown: all, or ranks separated by commas. Default: 0.")
+    @argument('-o', '--on', default='all', help="Workers that run the cell. Default: all.")
     @argument('-q', '--quiet', action='store_true',
               help="Show the output at the end, without what was transient.")
     @argument('-a', '--appcmd',
@@ -164,7 +164,7 @@ class DipMagics(Magics):
 
     @with_help
     @magic_arguments()
-    @argument('-r', '--rank', type=int, default=0, help="Rank to copy from. Default: 0.")
+    @argument('-r', '--rank', type=int, default=0, help="Worker to copy from. Default: 0.")
     @argument('names', nargs='+', help="Names of objects in the group.")
     @line_magic
     def dipull(self, line):

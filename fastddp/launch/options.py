@@ -362,7 +362,7 @@ def in_launched_group():
 def refuse_in_launched_group(name):
     "Raise `CantDistribute` in a launcher's group, for a method that starts workers of its own"
     if not in_launched_group(): return
-    raise CantDistribute(f"{name} starts workers of its own, and this process is a rank already, "
+    raise CantDistribute(f"{name} starts workers of its own, and this process is one already, "
                          "as under torchrun or in a cell of a standing cluster. Call it in a "
                          "notebook, or in a script that plain python runs.")
 
@@ -377,7 +377,7 @@ def warn_without_effect(
     names = [o for o in _ONLY_WITH_WORKERS if options.get(o) != defaults.get(o)]
     if names and os.environ.get('RANK', '0') == '0':
         warnings.warn(f"fastddp: {'=, '.join(names)}= has no effect in a process group of a "
-                      "launcher, where each rank runs the whole script.")
+                      "launcher, where each process runs the whole script.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextmanager
