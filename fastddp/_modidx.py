@@ -1977,7 +1977,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.start_advice': ( 'launch/report.html#start_advice',
                                                                                'fastddp/launch/report.py'),
-                                       'fastddp.launch.report.start_text': ('launch/report.html#start_text', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.summary_line': ( 'launch/report.html#summary_line',
                                                                                'fastddp/launch/report.py'),
                                        'fastddp.launch.report.threads_advice': ( 'launch/report.html#threads_advice',
