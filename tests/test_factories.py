@@ -112,4 +112,4 @@ def test_what_a_factory_does_not_make_is_the_notebooks():
     learn = make_learner(bs=8, model=mlp, loss_func=Loss(), cbs=Keeps())
     learn.distrib_fit(1, nprocs=2, model_factory=mlp)
     assert (learn.dls.train.note, learn.loss_func.note) == ('of the loader', 'of the fit')
-    assert learn.keeps.kept is learn.model[0] and not hasattr(learn.model, 'note')
+    assert learn.keeps.kept is learn.model[0] and learn.model.note == 'of the fit'

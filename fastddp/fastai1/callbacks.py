@@ -22,6 +22,7 @@ from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
     fit_loaders, global_batches, own_loader, shard, step_of, torch_dl)
+from .snapshot import state_of
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
@@ -341,7 +342,7 @@ def distributed_v1(learn,
     """Make `basic_train.fit` train `learn` together with the other ranks inside. All ranks enter
     it with the same arguments, and run one fit"""
     ranks = Ranks(stop_requested)
-    losses = Losses(loss, print_line)
+    losses = Losses(loss, print_line, state_of)
     batches = TrainingBatches(learn, ranks, losses)
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)

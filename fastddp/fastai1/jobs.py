@@ -13,7 +13,7 @@ from fastcore.basics import noop, store_attr
 from ..base.rng import CommonRNG
 from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
 from .loaders import step_of
-from .snapshot import Baseline, unpack
+from .snapshot import Changes, state_of, unpack
 from .validation import Validation
 from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
 from ..shard.losses import Losses
@@ -26,7 +26,7 @@ from ..shard.losses import Losses
 #                              KeyboardInterrupt that ends it stops the other ranks, too
 #   until_interrupted          calls the fit; True, without an exception, if a KeyboardInterrupt
 #                              ended it
-#   Baseline, .capture()       the learner before the job; what has changed since, as a `Payload`
+#   Changes, .capture()        the learner before the job; what has changed since, as a `Payload`
 #   ctx.put(name, payload)     sends a payload to the notebook, which keeps the latest of each name
 #   Progress(ctx, folder)      counts batches, items and seconds, and sends heartbeats; `result()`
 #                              is the dict that `fit_job` returns
@@ -70,7 +70,7 @@ class _KeepState(Callback):
 #
 #     all ranks                                    rank 0 alone
 #
-#     unpack                                       Baseline
+#     unpack                                       Changes
 #     a fit, or a validation, all together
 #         each batch    NoteProgress
 #         each epoch    (of a fit)                 put 'epoch': the notebook applies the latest
@@ -80,28 +80,21 @@ class _KeepState(Callback):
 #
 # What ranks do together is in `callbacks` and `validation`. `put` is no collective.
 
-def _unpack_and_note(ctx, obj):
-    """Make the learner of a snapshot ready on this rank. Returns its `Baseline` on rank 0, which
-    sends back what the job changes, and None on the others"""
-    unpack(obj, ctx.device)
-    if ctx.rank == 0:
-        return Baseline(obj['learn'], obj['callbacks'], obj['metrics'], obj['definitions'])
-
 def fit_job(ctx, obj):
     """Train the learner of a snapshot on this rank, by fastai's own `fit`. Returns
     `Progress.result`. For this job `obj` also has:
 
         epochs      as of `basic_train.fit`
         options     of `distributed_v1`"""
-    learn = obj['learn']
+    learn = unpack(obj, ctx.device)
     callbacks = obj['callbacks']
-    base = _unpack_and_note(ctx, obj)
+    changes = None if ctx.rank else Changes(obj)
     common = CommonRNG.capture()
     def put(name, **kwargs):
         "On rank 0, send what the fit has changed until now; on the others do nothing"
-        if base: ctx.put(name, base.capture(common.state(), **kwargs))
+        if changes: ctx.put(name, changes.capture(common.state(), **kwargs))
     noted = NoteProgress(ctx, learn)
-    ours = noted, _KeepState(lambda: put('epoch', ended=False))
+    ours = noted, _KeepState(lambda: put('epoch'))
     def fit():
         with distributed_v1(learn, callbacks, common, stop_requested=ctx.stop_requested,
                             **obj['options']) as cbs:
@@ -110,7 +103,8 @@ def fit_job(ctx, obj):
     # `noop`: `as_rank` in `distributed_v1` has stopped the other ranks already
     interrupted = until_interrupted(ctx, fit, noop)
     # An interrupt may come between two passes of a batch, when gradients are a part of the batch's
-    put('cut' if interrupted else 'state', grads=not interrupted)
+    if interrupted: put('cut', grads='none')
+    else: put('state')
     return noted.progress.result(interrupted)
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #9a050008
@@ -121,7 +115,7 @@ def validate_by_ranks(stop_requested, # True if this rank was asked to stop
     fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
     ranks = Ranks(stop_requested)
-    validation = Validation(ranks, common, Losses())
+    validation = Validation(ranks, common, Losses(state_of=state_of))
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):
@@ -130,9 +124,9 @@ def infer_job(ctx, obj):
 
         handler     the `CallbackHandler` with the callbacks and metrics
         infer       the other arguments of `basic_train.validate`, by name"""
-    learn = obj['learn']
+    learn = unpack(obj, ctx.device)
     handler = obj['handler']
-    base = _unpack_and_note(ctx, obj)
+    changes = None if ctx.rank else Changes(obj)
     handler.callbacks = [*cbs_of_rank(handler.callbacks), NoteProgress(ctx, learn)]
     result = None
     interrupted = False
@@ -140,6 +134,6 @@ def infer_job(ctx, obj):
         result = validate_by_ranks(ctx.stop_requested, learn.model, cb_handler=handler,
                                    **obj['infer'])
     except KeyboardInterrupt: interrupted = True
-    if base is None: return None, interrupted
-    ctx.put('state', base.capture(CommonRNG.capture().state()))
+    if changes is None: return None, interrupted
+    ctx.put('state', changes.capture(CommonRNG.capture().state(), grads=None))
     return result, interrupted

@@ -224,6 +224,11 @@ def own_loader(dl):
     "Return the `DeviceDataLoader` from which `shard` made `dl`, or `dl` if it isn't sharded"
     return vars(dl).get('unsharded', dl)
 
+@reduces(DeviceDataLoader)
+def _(dl, pickler):
+    "The user's own loader takes the place of a sharded one"
+    return NotImplemented if own_loader(dl) is dl else (own_loader, (own_loader(dl),))
+
 # %% ../../nbs/fastai1/800_loaders.ipynb #b750d02e
 # Where a loop over a sharded loader is: `_shard.epoch` is the state of the innermost one that runs
 

@@ -41,10 +41,10 @@ class LearnerCall(Call):
         super().__init__(session, job, **kwargs)
         store_attr('callbacks,metrics,job_args')
     def snapshot(self):
-        return snapshot(self.learn, self.callbacks, self.metrics, self.session.columns,
-                        self.definitions, **self.job_args)
-    def apply(self, meta, buffers):
-        apply(self.learn, meta, buffers, self.callbacks, self.metrics, self.definitions)
+        payload,self.places = snapshot(self.learn, self.callbacks, self.metrics,
+                                       self.session.columns, **self.job_args)
+        return payload
+    def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
 
 # %% ../../nbs/fastai1/806_session.ipynb #9a060007
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",

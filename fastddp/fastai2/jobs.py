@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #bd6f0e52
 from contextlib import ExitStack, contextmanager, suppress
+import types
 from functools import partial
 from typing import NamedTuple
 
@@ -161,7 +162,10 @@ class Sender:
     ):
         self.ctx = ctx
         if ctx.rank: return
-        self.changes = Changes(learn, Places(root_of(learn, cbs, dl)).find(edges))
+        places = Places(root_of(learn, cbs, dl)).find(edges)
+        # in the notebook's own process these are the notebook's
+        modules = [o for o in places.objects.values() if isinstance(o, types.ModuleType)]
+        self.changes = Changes(learn, places, modules if ctx.is_notebook else ())
     def send(self, name,
         fit, # The `Fit`: with the state of its common random streams the notebook goes on
         **kwargs # As of `Changes.capture`

@@ -39,7 +39,9 @@ class JobTwin:
         self.learn = made.learn
         self.call = _with_args(user_call, **made.call)
         self.original = made.original       # the places of `learn`
-        self.changes = Changes(made.learn, made.places)
+        # functions, classes and data sets aren't copied
+        shared = [o for i,o in made.places.objects.items() if made.original.objects.get(i) is o]
+        self.changes = Changes(made.learn, made.places, shared)
         # Pairs: an object of the original, and the same object of the twin. Code of cells that
         # uses the one, such as a loss with a global variable `model`, gets the other on a worker
         self.counterparts = [(a, made.places.objects[i]) for i,a in made.original.objects.items()

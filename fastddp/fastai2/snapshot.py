@@ -6,10 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
-import functools, pickle, types, warnings
+import functools, pickle
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -25,14 +24,15 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
-from ..launch.training import is_rank0_only, warn_of_lost
+from ..launch.training import (
+    is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes
 from ..payload.pickling import deep_copy, dump, load, private_copy
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
-from ..payload.state import model_tensors, move_opt_state, opt_and_wrapped
+from ..payload.state import hooks_of, model_tensors, move_opt_state, opt_and_wrapped
 from ..shard.loss import loss_module
 from ..shard.sharded import Sharded, is_sharded, original, write_back
 
@@ -83,13 +83,6 @@ def named_parts(learn):
     named |= {('metric',i):o for i,o in enumerate(learn.metrics)}
     named |= {('module',k):o for k,o in learn.model.named_modules()}
     return named | {('parameter',k):o for k,o in learn.model.named_parameters()}
-
-def is_ours(v):
-    "Return True for an object, function or method of this package, but not for a `LazyList`"
-    while isinstance(v, functools.partial): v = v.func
-    v = getattr(v, '__func__', v) if isinstance(v, types.MethodType) else v
-    module = v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__
-    return str(module).startswith('fastddp.') and not str(module).startswith('fastddp.payload.')
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
 # The dict of a snapshot:
@@ -160,10 +153,7 @@ def _named_parts(learn, cbs):
         parts |= {f"{path}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
     classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func,
                                                       *all_cbs(learn, cbs))}
-    hooks = [getattr(p, k, None) for p in learn.model.parameters()
-             for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
-    hooks += [v for o in opt_and_wrapped(learn.opt) for k,v in vars(o).items() if k.endswith('_hooks')]
-    return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
+    return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks_of(learn)}
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
@@ -249,16 +239,17 @@ def unpack(
     place(learn, device)
     return learn, obj['cbs'], obj['call']
 
-# %% ../../nbs/fastai2/721_snapshot.ipynb #8d5fa7b6
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f76c7a78
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0, and for a copy of a learner"
     def __init__(self, learn,
-        places # Those here, by the numbers that the notebook's objects have
+        places, # Those here, by the numbers that the notebook's objects have
+        shared=() # As of `Notes`
     ):
         self.learn = learn
         self.cbs_at_start = [*learn.cbs]
         self.temporary = ()         # callbacks that the learner has for the time of the fit
-        self.notes = Notes(places, left_out, self._of_user)
+        self.notes = Notes(places, left_out, self._of_user, shared=shared)
     def _of_user(self, v):
         "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
         if isinstance(v, Sharded): return original(v)
@@ -274,10 +265,7 @@ class Changes:
         for dl in filter(is_sharded, self.learn.dls.loaders): write_back(dl)
         self.temporary = () if ended else [cb for cb in self.learn.cbs
                                            if not holds(self.cbs_at_start, cb)]
-        # tensors that the model has got, by themselves, too: its layers may not arrive
-        known = self.notes.places.numbers
-        new = {k:t.detach().cpu() for k,t in model_tensors(self.learn.model).items()
-               if id(t) not in known} if weights else {}
+        new = new_tensors(self.learn.model, self.notes.places) if weights else {}
         return self.notes.dump(dict(rng=rng, new_tensors=new), grads=grads if weights else None)
 
 ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
@@ -299,25 +287,7 @@ def apply(learn,
     if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
     CommonRNG(applied.extra['rng']).install()
     warn_of_lost(places, ROOT, applied)
-    if any(_is_of_model(learn, places, o) for o in (*applied.lost, *applied.failed)):
-        _keep_weights(learn, model_tensors(learn.model) | applied.extra['new_tensors'])
-
-def _is_of_model(learn, places, failed):
-    "True if a `Failed` is a part of the model's structure, or the model itself"
-    holders = [*places.holders(failed.number)]
-    if holders and holders[0] is learn: return failed.name == 'model'
-    return any(isinstance(o, torch.nn.Module) for o in holders) and any(
-        getattr(o, k, None) is holders[0] for o in learn.model.modules()
-        for k in ('_modules','_parameters','_buffers'))
-
-def _keep_weights(learn, tensors):
-    tensors = {k:t.detach().cpu() for k,t in tensors.items()}
-    path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
-    path.parent.mkdir(parents=True, exist_ok=True)
-    torch.save(tensors, path)
-    raise CantDistribute("Layers that the model got in the fit can't be brought to the notebook: "
-                         f"learn.model lacks them. All weights of the fit are in {path}, by name "
-                         "(torch.load); recorder and callbacks are those of the fit.")
+    keep_weights(learn, places, applied)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #f73e4c90
 class Twin(NamedTuple):

@@ -60,6 +60,7 @@ class Job(NamedTuple):
 class Context:
     """What a job sees of its rank and of the notebook. This base class is for ranks without a
     notebook, as in a script: what it would tell the notebook is dropped"""
+    is_notebook = True      # The job runs in the notebook's process, or in a script's
     def __init__(self,
         rank, # Of this process, from 0
         world_size, # Ranks of this job
@@ -131,6 +132,7 @@ class RankSpec(NamedTuple):
 # %% ../../nbs/launch/500_rank.ipynb #911963a5
 class _WorkerContext(Context):
     "The context of a job in a worker, which speaks to the notebook through the worker's `Channel`"
+    is_notebook = False
     def __init__(self, channel, spec, device):
         super().__init__(channel.rank, spec.world_size, device,
                          lambda e: channel.emit(('event', e)),

@@ -6,10 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/launch/510_training.ipynb #a349c4b5
-import os, sys, time, warnings
+import functools, os, sys, time, types, warnings
 from contextlib import contextmanager
+from pathlib import Path
+
+import torch
 
 from ..base import group
+from ..base.errors import CantDistribute
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from ..base.scoped import environment
@@ -17,6 +21,7 @@ from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.changes import OF_KEY
 from ..payload.reducers import reduces
+from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/launch/510_training.ipynb #4d613b9e
@@ -173,6 +178,42 @@ def warn_of_lost(
         verb = 'is' if len(words) == 1 else 'are'
         warnings.warn(f"fastddp: {'; '.join(words[:4])} can't {what} and {verb} in the notebook as "
                       "before the fit. Everything else of the fit is there.")
+
+# %% ../../nbs/launch/510_training.ipynb #510a0002
+def is_ours(v):
+    "Return True for an object, function or method of this package, but not for a `LazyList`"
+    while isinstance(v, functools.partial): v = v.func
+    v = v.__func__ if isinstance(v, types.MethodType) else v
+    module = str(v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__)
+    return module.startswith('fastddp.') and not module.startswith('fastddp.payload.')
+
+# %% ../../nbs/launch/510_training.ipynb #510a0005
+def new_tensors(model, places):
+    "Return `{name: tensor}` of those that a fit has added to a model, to be sent by themselves"
+    return {k:t.detach().cpu() for k,t in model_tensors(model).items()
+            if id(t) not in places.numbers}
+
+def keep_weights(learn,
+    places, applied # As of `warn_of_lost`; the extra object has `new_tensors`
+):
+    """If layers that the model got can't be brought to the notebook, write all weights of the fit
+    to a file, and raise a `CantDistribute` that names it"""
+    if not any(_is_of_model(learn, places, o) for o in (*applied.lost, *applied.failed)): return
+    tensors = model_tensors(learn.model) | applied.extra['new_tensors']
+    path = Path(learn.path)/learn.model_dir/'distrib-weights.pth'
+    path.parent.mkdir(parents=True, exist_ok=True)
+    torch.save({k:t.detach().cpu() for k,t in tensors.items()}, path)
+    raise CantDistribute("Layers that the model got in the fit can't be brought to the notebook: "
+                         f"learn.model lacks them. All weights of the fit are in {path}, by name "
+                         "(torch.load); recorder and callbacks are those of the fit.")
+
+def _is_of_model(learn, places, failed):
+    "True if a `Failed` is a part of the model's structure, or the model itself"
+    holders = [*places.holders(failed.number)]
+    if holders and holders[0] is learn: return failed.name == 'model'
+    return any(isinstance(o, torch.nn.Module) for o in holders) and any(
+        getattr(o, k, None) is holders[0] for o in learn.model.modules()
+        for k in ('_modules','_parameters','_buffers'))
 
 # %% ../../nbs/launch/510_training.ipynb #77cc761a
 def sync_streams():

@@ -82,7 +82,7 @@ def _sum(storage):
     return data.view(torch.int32).sum(dtype=torch.int64).cpu() if not n else \
         data.view(torch.int32).sum(dtype=torch.int64)
 
-# %% ../../nbs/payload/108_changes.ipynb #9180add2
+# %% ../../nbs/payload/108_changes.ipynb #fe454b5a
 class _PartPickler(RankPickler):
     "Pickles a part of an object, with the numbers of others"
     skip,stale = None,()
@@ -101,15 +101,17 @@ class Notes:
     def __init__(self, places,
         left_out=lambda cls: frozenset(), # As of `Places`
         stands_for=_itself, # See above
-        is_empty=False # True: as if no object held anything, so `dump` sends all
+        is_empty=False, # True: as if no object held anything, so `dump` sends all
+        shared=() # Objects that the other side has, too, as the very same ones: they aren't compared
     ):
         self.places,self.left_out,self.stands_for = places,left_out,stands_for
-        self.kinds = {i:kind(o) for i,o in places.objects.items()}
+        same = {*map(id, shared)}
+        self.kinds = {i:CONSTANT if id(o) in same else kind(o) for i,o in places.objects.items()}
         self.stale = set()      # ids of objects that can't be set: all that hold them get new ones
         self._keep = []         # what keeps the ids of `stale` unique
         self.sent = defaultdict(set)    # number -> names that were sent once
         self.sent_whole = set() # numbers of what was sent once as a whole, and keys of storages
-        self.lost = []          # a `Failed` for what couldn't be pickled
+        self.lost = []          # a `Failed` for what the last `dump` couldn't pickle
         tensors = {i:o for i,o in places.objects.items()
                    if self.kinds[i] is TENSOR and has_storage(o)}
         self.storages = _Storages({} if is_empty else tensors)
@@ -270,6 +272,7 @@ class Notes:
         "Return what has changed as a `Payload` for `apply`"
         with no_collection(): return self._dump(extra, grads, weights, {*skip})
     def _dump(self, extra, grads, weights, skip):
+        self.lost = []
         changes = {i:v for i,v in self.changes().items() if i not in skip}
         out = _Sender(self)
         for i,what in changes.items(): self._send(out, i, what)
@@ -317,6 +320,10 @@ class Notes:
 def _is_activation(v):
     "True for what a forward pass has left in an attribute: its graph is the rank's"
     return isinstance(v, torch.Tensor) and v.grad_fn is not None
+
+class _Contents(NamedTuple):
+    "What changed in an object that is sent as a whole"
+    value:object
 
 class _Inside(NamedTuple):
     """In the place of a part of an object that is the same as at the start, but has other contents.
@@ -388,10 +395,6 @@ class _StoragePickler(RankPickler):
             i = self.storages.get(o._cdata)
             return None if i is None else ('storage', i)
         return self.known.get(id(o))
-
-class _Contents(NamedTuple):
-    "What changed in an object that is sent as a whole"
-    value:object
 
 class Piece(NamedTuple):
     number:object       # Of the object; `GRADS` for gradients, `PART` for a new value

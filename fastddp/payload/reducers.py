@@ -408,16 +408,18 @@ def _(opt, pickler):
 
 @reduces(Stateful)
 def _(o, pickler):
-    "Pickle the attributes of a callback, with the lists of the Recorder, which fastcore leaves out"
+    "Pickle the attributes of a callback, with lists that its class leaves out, as the Recorder does"
     if type(o).__getstate__ is not Stateful.__getstate__: return NotImplemented
-    return new_object, (type(o),), vars(o), None, None, set_attributes_of
+    lists = {k:v for k,v in vars(o).items() if isinstance(v, list)}
+    return new_object, (type(o),), o.__getstate__()|lists, None, None, set_attributes_of
 
 def new_object(cls): return cls.__new__(cls)
 def set_attributes_of(o, attrs): vars(o).update(attrs)
 
 def set_optimizer(opt, attrs):
     vars(opt).update(attrs)
-    opt._patch_step_function()
+    # one without hooks has not called torch's `__init__`
+    if '_optimizer_step_pre_hooks' in attrs: opt._patch_step_function()
 
 # %% ../../nbs/payload/090_reducers.ipynb #deb571cc
 @reduces(BaseException)

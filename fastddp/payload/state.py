@@ -23,6 +23,13 @@ def opt_and_wrapped(opt):
         opt = vars(opt).get('opt')
     return res
 
+def hooks_of(learn):
+    "Return the hooks of a learner's parameters and of its optimizer, as a list"
+    hooks = [getattr(p, k, None) for p in learn.model.parameters()
+             for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
+    return hooks+[v for o in opt_and_wrapped(getattr(learn, 'opt', None)) for k,v in vars(o).items()
+                  if k.endswith('_hooks')]
+
 # %% ../../nbs/payload/109_state.ipynb #ed2954ef
 # What has no tensors, or those of `_states`
 _NO_TENSORS = {'state','hypers','param_lists','param_groups','defaults','opt','cbs'}

@@ -520,7 +520,8 @@ def test_a_checkpoint_that_fails_is_tried_again_after_the_next_epoch(monkeypatch
     monkeypatch.setattr(resume, 'write_checkpoint', full)
     for name in 'dump_call', 'weights_in': monkeypatch.setattr(resume, name, lambda *_: None)
     write = resume.checkpoint_writer('10min')
-    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False)
+    monkeypatch.setattr(resume.SavedGraph, 'of', lambda *_: ())
+    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False, cbs=[], places=None)
     with pytest.warns(UserWarning, match='disk full'):
         for now[0] in (300., 600., 700., 800., 1299., 1300.): write(fit_call, ())
     assert tries == [600., 700., 1300.]
@@ -703,10 +704,10 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
             learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
     else:
-        call, (meta, buffers) = resume.read_checkpoint(path, learn)
+        call, graph, (meta, buffers) = resume.read_checkpoint(path, learn)
         i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
         buffers[i][:len(evil)] = evil
-        resume.write_checkpoint(path, resume.structure_of(learn), [call, (meta, buffers)])
+        resume.write_checkpoint(path, resume.structure_of(learn), [call, graph, (meta, buffers)])
         before = weights(learn)
         learn.distrib_resume('distrib')     # all epochs are done: the state comes in
         assert not same(weights(learn), before)

@@ -9,6 +9,7 @@ from fastai.text import *
 from fastai.text.data import pad_collate
 from fastai.vision.gan import *
 from fastai.vision.data import PointsLabelList
+from fastddp.all import RankRaised
 
 
 def pictures(path, n=24, size=16):
@@ -220,6 +221,26 @@ def test_language_model_is_streams(tmp_path):
     assert 'on_epoch_begin' not in vars(two.data.train_dl.dataset)
     with two.distrib_ctx(nprocs=2): got = two.validate()
     np.testing.assert_allclose([float(o) for o in got], [float(o) for o in two.validate()], atol=1e-5)
+
+
+class Fails(LearnerCallback):
+    "In the second epoch"
+    def on_batch_end(self, epoch, train, **kwargs):
+        if train and epoch == 1: raise ValueError('no such luck')
+
+
+def test_a_fit_that_fails_leaves_a_language_model_its_streams(tmp_path):
+    "The last complete epoch comes from within the fit, whose loaders have the streams of all ranks"
+    seed()
+    learn = language_model_learner(lm_data(tmp_path, 4), AWD_LSTM, config=CONFIG, pretrained=False, path=tmp_path)
+    dl = learn.data.train_dl.dl
+    with learn.distrib_ctx(nprocs=2):
+        with pytest.raises(RankRaised, match='last complete epoch'): learn.fit(2, 1e-2, callbacks=[Fails(learn)])
+    pre = learn.data.train_dl.dataset
+    assert learn.data.train_dl.dl is dl and dl.dataset is pre and pre.bs == dl.batch_size == 4
+    assert {*pre.idx.idx} == {*range(len(pre.dataset.x.items))} and 'on_epoch_begin' not in vars(pre)
+    learn.fit(1, 1e-2)      # goes on in the notebook
+    assert pre.batch.shape[0] == 4
 
 
 class FixedRows(nn.Module):

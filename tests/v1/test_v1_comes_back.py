@@ -1,5 +1,6 @@
 """After fits of fastai v1 on workers the notebook has what local fits would have left: optimizer, model, loss."""
 import pytest, torch
+from torch.nn.utils import prune, weight_norm
 from learners_v1 import *
 
 
@@ -189,4 +190,163 @@ def test_models_that_torch_does_not_pickle(kind):
         else: learn.model = torch.jit.trace(learn.model, next(iter(learn.data.train_dl))[0])
         return learn
     two, one = pair(make, lambda learn: learn.fit(1, 1e-2))
+    same_weights(two, one)
+
+
+class Steps(LearnerCallback):
+    "Steps a scheduler of torch's after each epoch"
+    def __init__(self, learn, schedule):
+        super().__init__(learn)
+        self.schedule = schedule
+    def on_epoch_end(self, **kwargs): self.schedule.step()
+
+
+def test_a_scheduler_of_torch_over_the_learners_optimizer():
+    "v1 sets the rate of a fit when the fit begins, so the scheduler decides over what is left of it"
+    def run(learn):
+        learn.create_opt(1e-1)
+        for group in learn.opt.opt.param_groups: group['lr'] = 1e-1
+        learn.schedule = torch.optim.lr_scheduler.CosineAnnealingLR(learn.opt.opt, 8)
+        cb = Steps(learn, learn.schedule)
+        for _ in range(2): learn.fit(2, 1e-1, callbacks=[cb])
+    two, one = pair(plain, run, opt_func=partial(torch.optim.SGD, momentum=.9), true_wd=False, wd=0.)
+    same_weights(two, one)
+    assert two.schedule.optimizer is two.opt.opt and two.schedule.last_epoch == 4
+    lrs = [[g['lr'] for g in o.opt.opt.param_groups] for o in (two, one)]
+    assert lrs[0] == pytest.approx(lrs[1]) and lrs[0][0] < .1
+    for o in two, one: o.schedule.step()       # and goes on in the notebook
+    assert two.opt.opt.param_groups[0]['lr'] == pytest.approx(one.opt.opt.param_groups[0]['lr'])
+
+
+class Prunes(LearnerCallback):
+    def on_train_begin(self, **kwargs):
+        if not hasattr(self.learn.model[0], 'weight_orig'): self.put(self.learn.model[0])
+    def put(self, layer): prune.l1_unstructured(layer, 'weight', .5)
+
+
+class Normalizes(Prunes):
+    def on_train_begin(self, **kwargs):
+        if not hasattr(self.learn.model[0], 'weight_g'): weight_norm(self.learn.model[0])
+
+
+@pytest.mark.parametrize('cb,name', [(Prunes, 'weight_mask'), (Normalizes, 'weight_g')])
+def test_what_a_callback_puts_on_a_layer(cb, name):
+    def run(learn):
+        learn.fit(1, 1e-2, callbacks=[cb(learn)])
+        learn.fit(1, 1e-2)
+    two, one = pair(plain, run)
+    same_weights(two, one)
+    assert hasattr(two.model[0], name) and len(two.model[0]._forward_pre_hooks) == 1
+    x = torch.ones(2, 3)
+    torch.testing.assert_close(two.model.eval()(x), one.model.eval()(x), rtol=1e-5, atol=1e-5)
+    two.fit(1, 1e-2)       # it trains here, too
+
+
+class Watches(LearnerCallback):
+    "A hook of a layer, and its handle"
+    handle = None
+    def __init__(self, learn):
+        super().__init__(learn)
+        self.sizes = []
+    def on_train_begin(self, **kwargs):
+        if self.handle is None: self.handle = self.learn.model[1].register_forward_hook(self.note)
+    def note(self, module, x, out): self.sizes.append(out.shape[1])
+
+
+def test_a_hook_stays_and_its_handle_removes_it():
+    learn = plain()
+    cb = Watches(learn)
+    with learn.distrib_ctx(nprocs=2):
+        for _ in range(2): learn.fit(1, 1e-2, callbacks=[cb])
+    n, x = len(cb.sizes), torch.ones(2, 3)
+    assert {*cb.sizes} == {8} and len(learn.model[1]._forward_hooks) == 1
+    learn.model(x)
+    assert len(cb.sizes) == n+1
+    cb.handle.remove()
+    learn.model(x)
+    assert len(cb.sizes) == n+1 and not learn.model[1]._forward_hooks
+
+
+class Centred:
+    "A loss that keeps a tensor, and a list of them"
+    def __init__(self): self.centre, self.bank = torch.zeros(2), []
+    def __call__(self, out, y):
+        if out.requires_grad:
+            self.centre.mul_(.9).add_(out.detach().mean(0), alpha=.1)
+            self.bank.append(out.detach().mean(0))
+        return F.cross_entropy(out-self.centre, y)
+
+
+class CentredModule(nn.Module):
+    __call__ = nn.Module.__call__
+    def __init__(self):
+        super().__init__()
+        Centred.__init__(self)
+    forward = Centred.__call__
+
+
+@pytest.mark.parametrize('loss', [Centred, CentredModule])
+def test_what_a_loss_keeps(loss):
+    kept = {}
+    def run(learn):
+        learn.loss_func = loss()
+        kept[id(learn)] = learn.loss_func.centre, learn.loss_func.bank
+        twice(learn)
+    two, one = pair(plain, run)
+    same_weights(two, one)
+    (centre, bank), (expected, all_of_one) = kept[id(two)], kept[id(one)]
+    assert two.loss_func.centre is centre and two.loss_func.bank is bank and centre.any()
+    torch.testing.assert_close(centre, expected, rtol=1e-4, atol=1e-6)
+    torch.testing.assert_close(bank, all_of_one, rtol=1e-4, atol=1e-6)
+
+
+class Box:
+    def __init__(self, **kwargs): vars(self).update(kwargs)
+
+
+class Deep(LearnerCallback):
+    def __init__(self, learn, of_epoch):
+        super().__init__(learn)
+        self.box = Box(inner=Box(of_epoch=of_epoch, owner=learn.model))
+    def on_epoch_end(self, epoch, **kwargs):
+        inner = self.box.inner
+        inner.of_epoch[0]['seen'].append(epoch)
+        inner.last, inner.layer = inner.of_epoch[0], self.learn.model[0]
+
+
+def test_an_object_three_levels_deep():
+    learn, of_epoch = plain(), [dict(seen=[])]
+    seen = of_epoch[0]['seen']
+    cb = Deep(learn, of_epoch)
+    inner = cb.box.inner
+    with learn.distrib_ctx(nprocs=2):
+        learn.fit(2, 1e-2, callbacks=[cb])
+        learn.fit(1, 1e-2, callbacks=[cb])
+    assert seen == [0, 1, 0] and cb.box.inner is inner
+    assert inner.last is of_epoch[0] and inner.last['seen'] is seen
+    assert inner.layer is learn.model[0] and inner.owner is learn.model
+
+
+class Adds(LearnerCallback):
+    "Repeats hard examples from the next epoch on"
+    def on_epoch_end(self, **kwargs):
+        items = self.learn.data.train_ds
+        items += items[:8]
+
+
+def test_a_list_of_items_that_grows():
+    def make(bs):
+        learn = plain(bs)
+        items = [learn.data.train_ds[i] for i in range(48)]
+        learn.data = DataBunch.create(items, items[:8], bs=bs, val_bs=4, num_workers=0)
+        learn.items = items
+        return learn
+    def run(learn):
+        learn.fit(1, 1e-2, callbacks=[Adds(learn)])
+        learn.fit(2, 1e-2, callbacks=[Adds(learn)])
+    two, one = pair(make, run)
+    assert len(two.items) == len(one.items) == 72 and two.data.train_ds is two.items
+    for (x, y), (x1, y1) in zip(two.items, one.items, strict=True): assert torch.equal(x, x1) and y == y1
+    assert all(a is b for a, b in zip(two.items[48:56], two.items))
+    assert len(two.data.train_dl) == 72//4
     same_weights(two, one)

@@ -8,7 +8,8 @@ from learners_v1 import plain
 
 page = (Path(__file__).resolve().parents[1]/'mistakes.md').read_text(encoding='utf-8')
 NOT_HERE = re.compile('fact|bucket_cap|find_unused|fine_?tune|max_lr|epochs=|nn.Linear'
-                      '|lr_max|resume|^ranch|^spawn|^in_torchddp|^Torch|^%')      # tables of their own
+                      '|lr_max|resume|^ranch|^spawn|^in_torchddp|^Torch|^%'      # tables of their own
+                      '|ds_idx|tta|dl=')                                         # arguments of fastai 2
 ROWS = [o for o in re.findall(r'^\| `(.+?)` \| `(.+)` \|$', page, re.M) if not NOT_HERE.search(o[0])]
 
 
