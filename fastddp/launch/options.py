@@ -197,9 +197,9 @@ def refuse_name(self:Options, name, of='distrib_ctx', own=()):
     if name in _OF_LEARNER:
         raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
     if name in _OF_LOADERS:
-        raise CantDistribute(f"No option {name}. Each worker takes batches of the DataLoaders' "
-                             "size (learn.dls.train.bs); batch='global' divides them among "
-                             "workers.")
+        raise CantDistribute(f"No option {name}. Each worker takes batches of the loaders' own "
+                             "size: set it where you make them, or divide their batches among "
+                             "the workers with batch='global'.")
     known = [*own, *self.defaults]
     likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
     if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
