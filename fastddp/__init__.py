@@ -1,4 +1,4 @@
-__version__ = "0.1.0.dev0"
+__version__ = "0.1.0"
 
 def load_ipython_extension(shell):
     "`%load_ext fastddp`: the magics `%makedip`, `%%dip` and their kin"

@@ -14,7 +14,7 @@ x = torch.randn(16, 3)
 dls = DataLoaders(*(DataLoader(list(zip(x, x.sum(1, keepdim=True))), bs=4, num_workers=0) for _ in range(2)))
 class Fails(Callback):
     def before_batch(self):
-        answer = 6*7
+        answer, batch = 6*7, torch.zeros(2, 3)
         if self.iter == 1 and self.training: {line}
 learn = Learner(dls, nn.Linear(3, 1), loss_func=nn.MSELoss(), cbs=Fails())
 '''
@@ -55,8 +55,9 @@ def test_debug_stands_in_the_users_frame(client):
 def test_debug_shows_the_recorded_frames_of_a_worker(client):
     typed(client, SETUP.format(line='raise ValueError("here")'))
     assert 'RankRaised: ' in typed(client, 'learn.distrib_fit(1, nprocs=2)')
-    said = typed(client, '%debug', ['p answer', 'q'])
+    said = typed(client, '%debug', ['p answer', 'p batch.mean()', 'q'])
     assert 'raise ValueError("here")' in said and '42' in said, said
+    assert 'AttributeError: recorded as text: Tensor (2, 3) torch.float32 on cpu' in said, said
 
 
 def test_a_stop_of_a_function_is_short(client):

@@ -80,3 +80,19 @@ def test_a_misspelt_method_shows_the_users_line_only():
     except AttributeError as e: shown = e._render_traceback_()
     assert not any('fastddp/fastai2' in o for o in shown) and 'distrib_lrfind()' in '\n'.join(shown[:-1])
     assert shown[-1] == "AttributeError: Learner has no attribute 'distrib_lrfind'. Did you mean distrib_lr_find?"
+
+
+@pytest.mark.parametrize('name', ['makedip', 'autodip', 'dipush', 'dipull', 'dipper', 'dipstat'])
+def test_help_of_a_magic(name, shell, capsys):
+    assert answer(f'%{name} -h') is None
+    said = capsys.readouterr().out
+    assert said.startswith(f'  %{name}') and '::' not in said
+
+
+def test_lines_of_a_message_end_at_90_columns(shell):
+    "In a cell; the exception's own text has no breaks"
+    try: make_learner().distrib_fit(1, bs=64)
+    except CantDistribute as e: text, lines = str(e), e._render_traceback_()
+    message = lines[next(i for i, o in enumerate(lines) if o.startswith('CantDistribute')):]
+    assert len(text) > 90 and max(map(len, message)) <= 90
+    assert ' '.join(message) == f'CantDistribute: {text}'

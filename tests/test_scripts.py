@@ -52,7 +52,7 @@ def test_first_and_last_line(launched):
     lines = launched[0].stdout.splitlines()
     said = [o.split('\r')[-1] for o in lines if 'workers (' in o or 'items/s' in o]
     first = r'2 workers \(torchrun, gloo\) x batch 16 = 32 per step, 7 steps per epoch'
-    last = r'{} in .*items/s in training, .* per worker'
+    last = r'{} in [\d.]+ s, [\d,]+ items/s'
     wanted = [first, last.format('2 epochs'), first, last.format('1 epoch')]
     assert len(said) == 4 and all(re.search(w, o) for w, o in zip(wanted, said)), said
 

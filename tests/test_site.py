@@ -144,6 +144,18 @@ def test_links_lead_somewhere(site):
 
 
 @pytest.mark.full
+def test_the_sidebar_is_for_readers(site):
+    "Pages for maintainers are there, and the README leads to them"
+    index = (site/'index.html').read_text(encoding='utf-8')
+    begin = index.index('sidebar-tree')
+    listed, rest = index[begin:index.index('</aside>', begin)], index[index.index('</aside>', begin):]
+    assert 'docs/jobs.html' in listed and 'docs/checkpoints.html' in listed and 'nbs/tutorials/vision.html' in listed
+    for o in 'CONTRIBUTING', 'docs/modules', 'docs/maintainers/same_answer', 'nbs/launch/508_options':
+        assert f'{o}.html' not in listed and (site/f'{o}.html').exists()
+    assert 'CONTRIBUTING.html' in rest
+
+
+@pytest.mark.full
 def test_a_dead_link_is_noticed(site):
     targets = 'nowhere.html', 'index.html#no', 'index.html'
     (site/'bad.html').write_text(''.join(f'<a href="{o}"></a>' for o in targets))

@@ -114,7 +114,7 @@ PAGE = {
         "RankDied: rank 2 on gpu2 died: the connection ended",
         "Another machine, its agent, or the network between the machines failed."),
     'no step': (
-        "GroupTimeout: no step for 1800 s: all ranks are waiting for rank 1 (epoch 3, batch 17)",
+        "GroupTimeout: no step for 1800 s: all workers are waiting for rank 1 (epoch 3, batch 17)",
         "One rank makes no progress, and the others wait for it. The stacks below the message show where.")}
 
 

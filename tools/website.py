@@ -20,25 +20,32 @@ def tutorials(*names): return [f'nbs/tutorials/{o}.ipynb' for o in names]
 
 
 PLACES = tutorials('kaggle', 'two_machines')
-OTHERS = [f'nbs/{o}' for o in sidebar.sections()['tutorials'] if f'nbs/{o}' not in PLACES and o.stem != 'lesson']
-# A learner's order
+[WORTH_IT] = tutorials('worth_it')
+OTHERS = [f'nbs/{o}' for o in sidebar.sections()['tutorials']
+          if f'nbs/{o}' not in (*PLACES, WORTH_IT) and o.stem != 'lesson']
+# A reader's order; the README is the first page
 ORDER = {
-    'Learn': ['nbs/lesson.ipynb', 'docs/how_it_works.md', *OTHERS],
-    'Use': ['docs/vocabulary.md', 'docs/options.md', 'docs/learning_rate.md', 'docs/same_answer.md', *api.PAGES],
+    'Begin': ['nbs/lesson.ipynb', WORTH_IT, 'docs/which_call.md'],
+    'Tutorials': OTHERS,
+    'Use': ['docs/options.md', 'docs/learning_rate.md', 'docs/same_answer.md', 'docs/what_comes_back.md',
+            'docs/jobs.md', 'docs/checkpoints.md', 'docs/vocabulary.md'],
     'When things go wrong': ['nbs/troubles.ipynb', 'docs/long_fits.md'],
-    'Where it runs': ['docs/workstation.md', *PLACES, 'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md',
-                      'nbs/security.ipynb'],
+    'Where it runs': ['docs/vscode_colab.md', 'docs/editors.md', 'docs/workstation.md', *PLACES,
+                      'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md', 'nbs/security.ipynb'],
     'Coming from': ['docs/coming_from.md', 'docs/course.md', 'docs/fastai_v1.md'],
-    'How it is built': ['CONTRIBUTING.md', 'docs/modules.md', 'docs/editors.md', 'benchmarks/README.md', 'CHANGELOG.md',
-                        'SECURITY.md']}
+    'How it works': ['docs/how_it_works.md', 'docs/glossary.md', 'docs/works_with.md', 'benchmarks/README.md'],
+    'Reference': [*api.PAGES, 'CHANGELOG.md']}
+# The first of those for maintainers: the README leads to it, the sidebar has none of them
+MAINTAINERS = 'CONTRIBUTING.md'
 # Pages that others are filed under
-UNDER = {'CONTRIBUTING.md': ['docs/maintainers/same_answer.md', 'docs/maintainers/upstream.md'],
+UNDER = {MAINTAINERS: ['docs/modules.md', 'docs/maintainers/same_answer.md', 'docs/maintainers/upstream.md',
+                       'SECURITY.md'],
          'docs/modules.md': [f'nbs/{o}' for v in sidebar.folders().values() for o in v],
          'docs/fastai_v1.md': [f'nbs/{o}' for o in sidebar.sections()['tutorials for fastai v1']]}
-LISTED = {o for v in ORDER.values() for o in v}
+LISTED = {o for v in (*ORDER.values(), *UNDER.values()) for o in v}
 # A new document comes last, until it gets its place
 ORDER['Use'] += sorted(o for o in (f'docs/{p.name}' for p in (root/'docs').glob('*.md')) if o not in LISTED)
-PAGES = [o for v in (*ORDER.values(), *UNDER.values()) for o in v]
+PAGES = [MAINTAINERS, *(o for v in (*ORDER.values(), *UNDER.values()) for o in v)]
 SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md', 'nbs/tutorials': OTHERS[0]}
 
 
@@ -150,6 +157,7 @@ def assemble(folder):
             text = (root/page).read_text(encoding='utf-8')
             text = drawn(linked(text, page, home), Path(page).parent)
             if page in UNDER: text += toctree(UNDER[page])
+            if page == MAINTAINERS: text = f'---\norphan: true\n---\n\n{text}'
             target.write_text(text, encoding='utf-8')
     readme = linked((root/'README.md').read_text(encoding='utf-8'), 'README.md', home)
     trees = ''.join(toctree(pages, caption) for caption, pages in ORDER.items())

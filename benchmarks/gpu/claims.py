@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT/'benchmarks'/'results'/'gpu'
-PAGES = 'README.md', 'docs/options.md', 'docs/how_it_works.md'
+PAGES = 'README.md', 'docs/options.md', 'docs/jobs.md', 'docs/how_it_works.md'
 BEGIN, END = '<!-- gpus: rendered by benchmarks/gpu/claims.py -->', '<!-- end of gpus -->'
 
 
@@ -28,10 +28,10 @@ CLAIMS = [
     Claim('`learn.distrib_fit_one_cycle(5)` trains on all visible GPUs, one process for each',
           (f'{ALL}, fit 1: device of each rank', f'{ALL}, fit 1: one context per worker, on its own GPU'),
           ('on all your GPUs', 'and more than one GPU. This', 'one process for each GPU', 'all visible GPUs;',
-           '`learn.distrib_fit_one_cycle` on all GPUs', 'which GPUs', 'over NCCL on GPUs and over gloo on the CPU'),
+           'over NCCL on GPUs and over gloo on the CPU'),
           tests=('test_each_rank_uses_its_gpu_only',)),
     Claim('`gpus=[3, 1]`: exactly these, in this order', ('the last two GPUs in reverse, fit 1: device of each rank',),
-          ('exactly these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order'),
+          ('these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order'),
           tests=('test_each_rank_uses_its_gpu_only',)),
     Claim('the notebook may have used its GPU before', (r'1 \w+ rank, fit 1: device of each rank',),
           ('when you have used the GPU already', 'The notebook may have used its GPU before',
@@ -50,7 +50,7 @@ CLAIMS = [
           ("the notebook's copy lies on the CPU while workers train",),
           tests=('test_while_workers_train_the_notebook_holds_nothing_on_its_gpu',)),
     Claim('N GPUs with batch b are one with batch N·b, in float32 and in bf16',
-          (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('the same answer on N GPUs',),
+          (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('The same answer on N GPUs',),
           tests=('test_the_answer_of_one_process', 'test_mixed_precision'),
           real='rounding of its kernels'),
     Claim('one batch norm for all GPUs', (f'{ALL}, batch norm synchronised: .*',),
@@ -92,7 +92,7 @@ CLAIMS = [
     Claim('a fit that fails leaves the last complete epoch',
           ('a fit that fails leaves the last complete epoch',),
           tests=('test_a_fit_that_goes_on_from_a_checkpoint',)),
-    Claim('`in_torchddp` gives each process its GPU', (), ('one GPU each',),
+    Claim('`in_torchddp` gives each process its GPU', (),
           tests=('test_a_function_has_a_gpu_in_each_process',)),
     Claim('GPUs of several machines', (),
           real='NCCL between machines'),
@@ -117,7 +117,9 @@ CLAIMS = [
 ]
 
 # Words about GPUs that promise nothing that could fail on one
-NO_CLAIMS = ('Nothing has been run on a GPU yet', 'starts threads or uses the GPU when it is imported',
+NO_CLAIMS = ('Nothing has been run on a GPU yet', 'without a GPU on two CPU workers', 'You have one GPU.',
+             "doesn't fit on one GPU", 'on simulated ones, and NCCL, speed and drivers not at all',
+             'starts threads or uses the GPU when it is imported',
              'what is promised about GPUs',
              'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs, where there are GPUs')
 

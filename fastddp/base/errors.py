@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/002_errors.ipynb #f62e5544
-import contextlib, re, signal, sys, traceback
+import contextlib, re, signal, sys, textwrap, traceback
 from types import MemberDescriptorType, TracebackType
 from typing import NamedTuple
 
@@ -52,7 +52,7 @@ _SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torc
 
 _MEMORY = [
     Trouble('out of memory on the GPU',
-        "The GPU of this rank is full: lower the batch size, or free what other processes hold "
+        "The GPU of this worker is full: lower the batch size, or free what other processes hold "
         "(nvidia-smi shows them).",
         lambda k,m: k == 'OutOfMemoryError' or 'CUDA out of memory' in m),
     Trouble('an assertion on the GPU',
@@ -96,7 +96,7 @@ _SURROUNDINGS = [
         "define it in a cell.",
         lambda k,m: k in ('ModuleNotFoundError','ImportError')),
     Trouble('file not found',
-        "Workers run in the notebook's folder; a relative path must be valid from there.",
+        "Use an absolute path, or one that is valid from the notebook's folder: workers run there.",
         lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
     Trouble('path too long',
         "The temporary folder's path is too long: restart with the variable TMPDIR set to a "
@@ -124,8 +124,8 @@ _SURROUNDINGS = [
         "together there. Install another version of one of them, or leave the callback out.",
         lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
     Trouble('batch size built in',
-        "The model has a batch size built in. With batch='per_worker' each worker gets batches of "
-        "the loader's own size; with batch='global' it gets a part of them.",
+        "Pass batch='per_worker': the model has a batch size built in, and with batch='global' a "
+        "worker gets a part of each batch.",
         lambda k,m: re.search(r'Expected hidden(\[\d\])? size', m)),
     Trouble('a list that C code refuses',
         "In a worker a list of many texts, paths or tuples (more than 16 MB) makes its items when "
@@ -149,17 +149,19 @@ _PROCESSES = [
         "--shm-size=2g), or restart with the variable TMPDIR set to a folder with more.",
         lambda k,m: k == 'SIGBUS'),
     Trouble('compiled code crashed',
-        "Compiled code crashed; its last output is above.",
+        "Compiled code crashed: update the library that its last output names, or leave out what "
+        "calls it.",
         lambda k,m: k in ('SIGSEGV','SIGABRT','SIGILL','SIGFPE')),
     Trouble('exited',
-        "Something in the worker ended the process (os._exit, or another program).",
+        "Look for what ended the process: a call of os._exit in your code or a library, or another "
+        "program, of which the system's log (dmesg) may tell.",
         lambda k,m: k == 'exit'),
     Trouble('machine or link lost',
         "Check that machine and the network (ssh to it; ip link). Repeat the call when it is "
         "back, or without the machine, or use restarts=.",
         lambda k,m: k == 'lost'),
     Trouble('no step',
-        "Look at that rank's stack. If the step is slow rather than stuck, raise `timeout=` "
+        "Look at that worker's stack. If the step is slow rather than stuck, raise `timeout=` "
         "(seconds).",
         lambda k,m: k == 'GroupTimeout')]
 
@@ -179,12 +181,21 @@ def remedy_for(kind, message=''):
     return found.remedy if found else ''
 
 # %% ../../nbs/base/002_errors.ipynb #143f6943
+_WIDTH = 90     # columns of a message in a cell
+
+def wrapped(lines):
+    "Return `lines` of a report, those of text broken at 90 columns; code and frames are indented"
+    return [o for line in lines for o in
+            ([line] if line[:1] in ' ' else
+             textwrap.wrap(line, _WIDTH, break_long_words=False, break_on_hyphens=False))]
+
 class CantDistribute(ValueError):
     "The request can't run on workers; the message says why and what to do. Nothing was changed"
     def _render_traceback_(self):
         "Return the lines that IPython shows: the user's frames and the message"
         frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(self.__traceback__)]
-        return [*user_lines(frames, around=0), f"{type(self).__name__}: {self}"]
+        message = f"{type(self).__name__}: {self}"
+        return [*user_lines(frames, around=0), *wrapped(message.splitlines())]
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
 class NotPicklable(CantDistribute):
@@ -202,15 +213,15 @@ class NotPicklable(CantDistribute):
         if self.is_result:
             return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
                     "made of instead, such as numbers, tensors and lists.")
-        built = f", or build it in the workers with {self.factory}=" if self.factory else ''
+        if self.factory: other = f", or build it in the workers with {self.factory}=."
         # an object of a library can't be made elsewhere
-        here = (". With launcher=InProcess() nothing is sent, and the fit runs in this process"
-                if self.path.startswith('learn') else '')
+        elif self.path.startswith('learn'):
+            other = (". With launcher=InProcess() nothing is sent, and the fit runs in this "
+                     "process.")
+        else: other = ", or leave it out."
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{built}; or leave it "
-                f"out{here}. If an object keeps it after the first use, a `__getstate__` of its "
-                "class that leaves it out has it made again in each worker; for a class of a "
-                "library, a cell can say how: copyreg.pickle(cls, lambda o: (make, arguments)).")
+                f"in the function or method that runs on the workers{other} Other ways: "
+                "docs/what_comes_back.md, with __getstate__ and copyreg.pickle.")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):
@@ -239,13 +250,13 @@ class WorkerError(RuntimeError):
     def lines(self):
         "Return the whole report as a list of lines, with at most four other ranks"
         res = [f"{type(self).__name__}: {self._headline()}", *self._details()]
-        res += _headed('Other ranks:', [f"  {o}" for o in self.others[:4]])
+        res += _headed('Other workers:', [f"  {o}" for o in self.others[:4]])
         if self.kept: res += ['', f"learn {self.kept}"]
         if self.remedy: res += ['', f"What to do: {self.remedy}"]
         if self.debug: res += ['', self.debug]
         return res
     def __str__(self): return '\n'.join(self.lines())[len(type(self).__name__)+2:]
-    def _render_traceback_(self): return self.lines()
+    def _render_traceback_(self): return wrapped(self.lines())
 
 # %% ../../nbs/base/002_errors.ipynb #ae07d6dd
 def folded(
@@ -317,7 +328,7 @@ class RankRaised(WorkerError):
         # for `%debug`
         tb = recorded_traceback(self._user_frames() or self.failure.locals)
         if tb: self.__traceback__ = sys.last_traceback = tb
-        return self.lines()
+        return super()._render_traceback_()
     @property
     def batch_items(self):
         "The dataset indices of the failing rank's batch, as far as they are known"
@@ -421,7 +432,7 @@ class GroupTimeout(WorkerError):
     def _headline(self):
         limit = f" for {self.timeout:g} s" if self.timeout else ''
         where = f" ({self.where})" if self.where else ''
-        return f"no step{limit}: all ranks are waiting for rank {self.rank}{where}"
+        return f"no step{limit}: all workers are waiting for rank {self.rank}{where}"
     def _details(self):
         "Return the user's lines of the rank that the others wait for, and the stacks of all ranks"
         # faulthandler's reports begin with the innermost frame

@@ -187,6 +187,13 @@ def _variables(frame):
     return {k:in_words(_hidden(k, values[k])) for k in shown[:_MAX_VARIABLES]}
 
 # %% ../../nbs/base/001_failure.ipynb #599120da
+class recorded_as_text:
+    """A value of which the rank has sent the text, in a debugger. Python's errors name this class:
+    unsupported operand type(s) for +: 'recorded_as_text' and 'int'"""
+    def __init__(self, text): self._text = text
+    def __repr__(self): return self._text
+    def __getattr__(self, name): raise AttributeError(f"recorded as text: {self._text}")
+
 def recorded_traceback(
     frames # As of `locals_of`
 ):
@@ -198,7 +205,7 @@ def recorded_traceback(
         # which returns the frame of its caller. Python looks for the name of what it calls among
         # the local variables first, so no variable of the user may have it.
         code = compile('\n'*(line-1)+'_fastddp_frame()', file, 'eval').replace(co_name=name)
-        values = {k:_Shown(v) for k,v in values.items()}
+        values = {k:recorded_as_text(v) for k,v in values.items()}
         frame = eval(code, dict(__name__=name, _fastddp_frame=sys._getframe), values)
         res = TracebackType(res, frame, frame.f_lasti, line)
     return res

@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/cluster/652_magics.ipynb #0cd54485
+import functools, inspect
+
 from fastcore.basics import noop, patch
 from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
@@ -43,6 +45,16 @@ def run_in_notebook(
         result = _pseudo_sync_runner(coro)
     with short_traceback(): result.raise_error()
 
+def with_help(
+    magic # A line magic with `magic_arguments`, which make its docstring
+):
+    "Decorate a magic: `-h` prints what it takes"
+    @functools.wraps(magic)
+    def run(self, line):
+        if line.strip() not in ('-h','--help'): return magic(self, line)
+        print(inspect.cleandoc(magic.__doc__).removeprefix('::').strip('\n'))
+    return run
+
 # %% ../../nbs/cluster/652_magics.ipynb #7cf6176c
 @magics_class
 class DipMagics(Magics):
@@ -66,9 +78,10 @@ class DipMagics(Magics):
         if self.cluster: self.cluster.shutdown()
         self.cluster = None
 
+    @with_help
     @magic_arguments()
     @argument('-g', '--gpus', nargs='+',
-              help="GPUs in order, one rank each: all, or numbers separated by commas.")
+              help="GPUs in order, one worker each: all, or numbers separated by commas.")
     @argument('-n', '--nprocs', type=int, help="Workers on the CPU.")
     @argument('-a', '--app', help=f"What makes training distributed: {', '.join(APPS)}. "
                                   "Default: for the fastai that is installed.")
@@ -93,8 +106,8 @@ class DipMagics(Magics):
     @argument('place', nargs='?', default='remote', choices=PLACES,
               help="In the group, in the notebook, or in both. Default: remote.")
     @argument('-s', '-S', '--see', nargs='+',
-              help="Ranks whose output is shown: all, or numbers separated by commas. Default: 0.")
-    @argument('-o', '--on', default='all', help="Ranks that run the cell. Default: all.")
+              help="Workers whose output is shown: all, or ranks separated by commas. Default: 0.")
+    @argument('-o', '--on', default='all', help="Workers that run the cell. Default: all.")
     @argument('-q', '--quiet', action='store_true',
               help="Show the output at the end, without what was transient.")
     @argument('-a', '--appcmd',
@@ -119,6 +132,7 @@ class DipMagics(Magics):
         # once more: the cell may have ended the group here
         self.group().run_cell(cell, see=see, on=args.on, live=not args.quiet, name=name)
 
+    @with_help
     @magic_arguments()
     @argument('switch', nargs='?', choices=['on','off'], help="Without it: show the state.")
     @argument('-a', '--args', help="Arguments for %%%%dip, in quotes.")
@@ -135,6 +149,7 @@ class DipMagics(Magics):
         state = 'Off' if self.auto_line is None else f'on, will run cell as {self.auto_line}'
         print(f"Auto Execution on DDP group: {state}")
 
+    @with_help
     @magic_arguments()
     @argument('names', nargs='+', help="Names of objects in the notebook.")
     @line_magic
@@ -147,8 +162,9 @@ class DipMagics(Magics):
             raise CantDistribute(f"The notebook has no variable {', '.join(map(repr, missing))}.")
         cluster.push({o:ns[o] for o in names})
 
+    @with_help
     @magic_arguments()
-    @argument('-r', '--rank', type=int, default=0, help="Rank to copy from. Default: 0.")
+    @argument('-r', '--rank', type=int, default=0, help="Worker to copy from. Default: 0.")
     @argument('names', nargs='+', help="Names of objects in the group.")
     @line_magic
     def dipull(self, line):
@@ -157,6 +173,7 @@ class DipMagics(Magics):
         self.shell.user_ns.update(self.group().pull(*args.names, rank=args.rank,
                                                     home=self.shell.user_ns))
 
+    @with_help
     @magic_arguments()
     @argument('name', help="Variable that gets the group.")
     @line_magic
@@ -164,6 +181,7 @@ class DipMagics(Magics):
         "Assign the group, a `Cluster`, to a variable of the notebook"
         self.shell.user_ns[parse_argstring(self.dipper, line).name] = self.group()
 
+    @with_help
     @magic_arguments()
     @line_magic
     def dipstat(self, line):

@@ -82,7 +82,9 @@ def _end(self:BackgroundJob):
         elif self._started.is_set(): self._set_state('failed')
         else: self._set_state('refused')
         self._started.set()
-        if isinstance(e, Exception): self.panel.write('stderr', f"{type(e).__name__}: {e}\n")
+        # `result` shows the rest
+        if isinstance(e, Exception):
+            self.panel.write('stderr', f"{type(e).__name__}: {str(e).partition(chr(10))[0]}\n")
         # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
         running_jobs.remove(self)
         self._ended.set()

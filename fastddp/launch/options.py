@@ -14,11 +14,12 @@ from fastcore.basics import patch
 from ..base import group
 from ..base.checks import (
     FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_list, is_whole, number, whole)
+from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .local import Local
 from .worker_launcher import WorkerLauncher
-from ..output.replay import print_line
+from ..output.replay import print_line, print_once, several
 
 # %% ../../nbs/launch/508_options.ipynb #ce033820
 # In order, and who calls it:
@@ -50,7 +51,8 @@ def _factory(what, example):
                  f"lambda: {example}", fits)
 
 CHECKS = dict(
-    nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out to use all visible GPUs",
+    nprocs=whole("a whole number of workers, 1 to 1024. Leave nprocs out, or pass gpus='all', for "
+                 "all visible GPUs",
                  1, 1024, optional=True),
     gpus=Check("a list of GPU numbers, such as [0, 1], or 'all'; [] for workers on the CPU",
                lambda v: v is None or isinstance(v, str) and v == 'all'
@@ -83,10 +85,13 @@ def check_method(learn, name):
     hint = f" Did you mean {likely!r}?" if likely else ''
     raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
 
+# One item isn't worth workers
+_INSTEAD = dict(distrib_predict=" Use learn.predict for one item, and distrib_get_preds for many.")
+
 def no_attribute(learn, name):
     "Return the `AttributeError` for a missing attribute of a learner, with the closest name"
     likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
-    hint = f" Did you mean {likely}?" if likely else ''
+    hint = _INSTEAD.get(name) or (f" Did you mean {likely}?" if likely else '')
     e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
     # IPython shows it as a refusal, without frames of ours. A reference to `e` in here would be a
     # cycle, so the function asks `sys.exc_info` for it
@@ -165,9 +170,9 @@ class Options:
 _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
                 n_workers='nprocs', n_gpus='nprocs', num_gpus='nprocs', device_ids='gpus',
                 devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
-                retries='restarts', max_lr='lr_max', epochs='n_epoch', bs='batch',
-                batch_size='batch')
+                retries='restarts', max_lr='lr_max', epochs='n_epoch')
 _OF_LEARNER = 'metrics','loss_func'     # attributes, which some take for arguments of `fit`
+_OF_LOADERS = 'bs','batch_size'
 
 @patch
 def checked(self:Options,
@@ -191,6 +196,10 @@ def refuse_name(self:Options, name, of='distrib_ctx', own=()):
         raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
     if name in _OF_LEARNER:
         raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
+    if name in _OF_LOADERS:
+        raise CantDistribute(f"No option {name}. Each worker takes batches of the loaders' own "
+                             "size: set it where you make them, or divide their batches among "
+                             "the workers with batch='global'.")
     known = [*own, *self.defaults]
     likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
     if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
@@ -213,7 +222,8 @@ def check_call(self:Options, cls, name, args, kwargs):
     for k in kwargs:
         if k in own or has_var_kwargs and k in _OF_LEARNER: continue
         likely = closest_name(k, [*own, *self.defaults], _ALIASES)
-        if likely in self.defaults or not has_var_kwargs: self.refuse_name(k, name, own)
+        if likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs:
+            self.refuse_name(k, name, own)
     bind_arguments(method, (None, *args), kwargs)
 
 @patch
@@ -352,7 +362,7 @@ def in_launched_group():
 def refuse_in_launched_group(name):
     "Raise `CantDistribute` in a launcher's group, for a method that starts workers of its own"
     if not in_launched_group(): return
-    raise CantDistribute(f"{name} starts workers of its own, and this process is a rank already, "
+    raise CantDistribute(f"{name} starts workers of its own, and this process is one already, "
                          "as under torchrun or in a cell of a standing cluster. Call it in a "
                          "notebook, or in a script that plain python runs.")
 
@@ -367,7 +377,7 @@ def warn_without_effect(
     names = [o for o in _ONLY_WITH_WORKERS if options.get(o) != defaults.get(o)]
     if names and os.environ.get('RANK', '0') == '0':
         warnings.warn(f"fastddp: {'=, '.join(names)}= has no effect in a process group of a "
-                      "launcher, where each rank runs the whole script.")
+                      "launcher, where each process runs the whole script.")
 
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextmanager
@@ -393,6 +403,9 @@ def engine_for(
         attrs['gpus'] = gpus
         why = None if gpus else group.why_no_interface()
         if why: raise CantDistribute(why)
+        if not gpus and n > visible_cores():
+            print_once(f"{n} workers share {several(visible_cores(), 'core')}: that many are for a "
+                       "test; the fit is slower than with one for each core.")
     with with_attrs(launcher, **attrs), launcher as engine:
         # other launchers know their machines once they are open
         if not launcher.workers_are_local: n,gpus = engine.place(nprocs, gpus)

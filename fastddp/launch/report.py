@@ -404,40 +404,21 @@ def banner_line(
     return f"{workers} x batch {each} = {global_batch} per step{per_epoch}"
 
 # %% ../../nbs/launch/504_report.ipynb #6e3b0f27
-# Phase until the first batch -> its name in the last line of a fit
-_START_PHASES = dict(
-    failed='runs that failed', snapshot='snapshot', helper='helper process', fork='other workers',
-    ship='shared memory', join='process group', load='loading', **{'import': 'import of {}'})
-
-def start_text(report, first_batch_at):
-    "Return how long the start took, and its long phases if that was a second or more"
-    total = first_batch_at-report.began
-    phases = report.phases
-    if total < 1: return f"start {total:.1f} s"
-    parts = {name.format(report.imported):phases[k]
-             for k,name in _START_PHASES.items() if k in phases}
-    parts['first batch'] = total-sum(parts.values())
-    long = [f"{name} {secs:.1f} s" for name,secs in parts.items() if secs >= total/10]
-    return f"start {total:.1f} s: {', '.join(long)}"
-
 def format_rate(x):
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"       # it may be less than one
 
 def summary_line(
     result, # `Progress.result` of rank 0
-    n, # Number of ranks
     counts_steps, # True for `lr_find`, which is told in iterations
     began, # `time.time()` when the call began
-    start='' # As `start_text` returns it
+    starts=True # False: no workers were started
 ):
     "Return the line that says how long a fit took, and its items per second"
     done = several(result['epochs'], 'epoch')
     if counts_steps or not result['epochs']: done = several(result['steps'], 'iteration')
-    per_second = result['items']/result['seconds']
-    per_worker = f", {format_rate(per_second/n)} per worker" if n > 1 else ''
-    start = f" ({start})" if start else ''
+    start = f" (start {result['first_batch_at']-began:.1f} s)" if starts else ''
     return (f"{done} in {time.time()-began:.1f} s{start}, "
-            f"{format_rate(per_second)} items/s in training{per_worker}")
+            f"{format_rate(result['items']/result['seconds'])} items/s")
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37
 _LEAST_SHARE_PRINTED = .3   # of the call

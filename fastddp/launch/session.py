@@ -17,7 +17,7 @@ from ..base.device import OutOfMemory, device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
 from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
 from .engine import Job
-from .report import Report, advice_line, banner_line, start_text, summary_line
+from .report import Report, advice_line, banner_line, summary_line
 from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from ..output.replay import (
@@ -334,7 +334,6 @@ def print_banner(self:Session):
 @patch
 def print_summary(self:Session, call, result):
     "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
-    start = start_text(call.report, result['first_batch_at'])
-    print_line(summary_line(result, self.n, call.counts_steps, call.report.began, start))
+    print_line(summary_line(result, call.counts_steps, call.report.began))
     advice = advice_line(call.report)
     if advice: print_line(advice)

@@ -239,7 +239,7 @@ def script_lines(
     yield
     result = progress.result()
     if not prints or not result['seconds']: return
-    print_line(summary_line(result, n, counts_steps, began))
+    print_line(summary_line(result, counts_steps, began, starts=False))
     if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/510_training.ipynb #c55244d3

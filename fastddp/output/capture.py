@@ -94,8 +94,11 @@ def use_bars(undo, frontend):
             keys += [k for k in _FLAGS if k in namespace]
         if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
     if fp is None: return
-    # fastprogress shows its style sheet once per process, but each cell needs it
-    if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
+    # fastprogress shows its style sheet once per process, but each cell needs it. It paints rows
+    # nearly white, on which the text of a dark theme can't be read
+    if hasattr(fp, '_style_shown'):
+        styles = fp.html_styles.replace('#f8f9fa', 'rgba(128,128,128,.12)')
+        set_entries(undo, vars(fp), _style_shown=False, html_styles=styles)
     elif frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
 
 def _complete(fp):

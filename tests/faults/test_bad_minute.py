@@ -46,7 +46,7 @@ def test_a_bad_file(folder, num_workers):
     dls = DataLoaders(dl, DataLoader(points(16), bs=8))
     with pytest.raises(RankRaised) as e:
         Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss()).distrib_fit(1, nprocs=2)
-    err, lines = e.value, shown(e.value)
+    err, lines = e.value, e.value.lines()
     bad = f"{37} ({folder/'37.pt'})"
     assert err.batch_items and 37 in err.batch_items and 'epoch 0, batch 2' in lines[0]
     if num_workers: assert 'in DataLoader worker' in lines[0]
@@ -174,7 +174,7 @@ def test_a_refusal_is_the_users_line_and_the_sentence(monkeypatch):
     learn = make_learner(n=64)
     try: learn.distrib_fit(1, nprocs=0)
     except CantDistribute as e: lines = shown(e)
-    assert len(lines) == 3 and 'test_bad_minute.py' in lines[0] and 'nprocs=0)' in lines[1]
+    assert len(lines) == 4 and 'test_bad_minute.py' in lines[0] and 'nprocs=0)' in lines[1]
     assert lines[2].startswith('CantDistribute: nprocs=0')
 
 

@@ -231,6 +231,7 @@ def test_failure():
     job = learn.distrib_fit(3, wait=False, nprocs=2)
     assert isinstance(job.exception(60), RankRaised) and job.state == 'failed'
     assert same(weights(learn), before) and "rank 0 raised KeyError" in job.log.replace('rank 1', 'rank 0')
+    assert 'Traceback' not in job.log       # `result` shows it, once
     for _ in range(2):
         with pytest.raises(RankRaised, match='in the second epoch'): job.result()
     assert not same(weights(learn), before) and len(learn.recorder.values) == 1

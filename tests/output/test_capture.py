@@ -1,7 +1,7 @@
 """What a worker shows appears in a real Jupyter kernel, and in a terminal, as if it had been shown there."""
 import os, re, sys
 from pathlib import Path
-import nbclient, nbformat, pexpect, pytest
+import fastprogress.fastprogress, nbclient, nbformat, pexpect, pytest
 
 here = Path(__file__).resolve().parent.parent
 
@@ -55,6 +55,9 @@ def test_fit(ran, cell):
     assert len(images(outputs)) == 1
     assert [o.output_type for o in outputs].count('display_data') == 3     # styles, table, graph
     assert texts(outputs) == ''
+    # of tables, on which a dark theme's text could not be read
+    assert '#f8f9fa' not in (styles := ''.join(o for o in html(outputs) if '<style>' in o))
+    assert not hasattr(fastprogress.fastprogress, '_style_shown') or 'table.fastprogress' in styles
 
 
 def test_updates_in_place(ran):

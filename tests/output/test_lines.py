@@ -9,7 +9,7 @@ from fastai.callback.training import ShortEpochCallback
 from fastai.learner import Learner
 from torch import nn
 from fastddp.all import InProcess
-from fastddp.launch import session
+from fastddp.launch import options, session
 from fastddp.output import replay
 from learners import make_learner
 from parity import learner, warm
@@ -55,6 +55,16 @@ def test_batch_norm_is_explained_once(two, capsys, monkeypatch):
         model = nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
         learner(train=40, model=model).distrib_fit(1, nprocs=2, launcher=two)
     assert len(re.findall('Batch norm', capsys.readouterr().out)) == 1
+
+
+def test_more_workers_than_cores_get_a_remark(two, capsys, monkeypatch):
+    monkeypatch.setattr(replay, '_printed', set())
+    printed = False
+    for cores in 2, 1, 1:
+        monkeypatch.setattr(options, 'visible_cores', lambda: cores)
+        learner().distrib_fit(1, nprocs=2, launcher=two)
+        assert ('2 workers share 1 core: ' in capsys.readouterr().out) == (cores == 1 and not printed)
+        printed = cores == 1
 
 
 def test_in_process_is_one_rank_whatever_is_asked(capsys):
