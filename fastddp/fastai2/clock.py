@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
 import os, time
+from math import inf
 from collections import defaultdict
 from typing import NamedTuple
 
@@ -16,6 +17,7 @@ from fastcore.basics import patch
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
+from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
@@ -190,6 +192,7 @@ class Clock:
         self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
+        self.sizes = inf,0.     # of the smallest and largest batch, in elements per item
         self.ranks = RankWaits()
         self.samples = DeviceSamples(on_gpu)
         # Where fastai's loop is
@@ -213,6 +216,10 @@ class Clock:
         return secs
 
 # %% ../../nbs/fastai2/704_clock.ipynb #53378770
+def elements_per_item(batch):
+    "Return how many numbers the tensors of a batch have, for each of its items"
+    return sum(t.numel()/max(len(t), 1) for t in tensors_in(batch) if t.dim())
+
 @patch
 def enter(self:Clock, event_name, learn):
     "Note that an event begins; return False if a callback of another event called it"
@@ -224,6 +231,8 @@ def enter(self:Clock, event_name, learn):
     if event_name == 'before_batch':
         self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
         self.batches.note(BatchWait(secs, self.epoch, learn.iter))
+        size = elements_per_item(getattr(learn, 'xb', ()))
+        if size: self.sizes = min(self.sizes[0], size),max(self.sizes[1], size)
     return True
 
 @patch
@@ -272,7 +281,7 @@ def totals(self:Clock):
     return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
                 uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
                 starts=batches.startup_secs(), slowest=(*batches.slowest,),
-                cpu=time.process_time()-self.cpu_start)
+                sizes=self.sizes if self.sizes[1] else (0.,0.), cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(
