@@ -23,7 +23,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
-from ..launch.session import offloaded, on_gpus
+from ..launch.session import on_gpus
 from ..output.replay import print_line
 from ..payload.pickling import private_copy, replaced_in_dumps
 from ..payload.state import opt_tensors
@@ -68,7 +68,7 @@ def gpu_memory_note(
     device_module().empty_cache()
     mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
     return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
-            "workers. offload=True moves it to the CPU until job.result().")
+            "workers.")
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729002
 def _as_written(user_call):
@@ -84,34 +84,24 @@ def _state_hash(learn):
     return res
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729004
-# What the two `ExitStack`s of a job hold, and how long:
-#
-#                     start_job   _prepare   _make_call   _end   result()
-#     until_end           |----------|-----------|              twin's block; refusal of `learn.fit`
-#     until_result        |----------|-----------|---------|----|  with `offload`: `learn` on the
-#                                                               CPU, and the refusal
 class LearnerJob(BackgroundJob):
     """A call such as `learn.fit(3)` in the background. A thread of the notebook's process makes it
     with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
     the twin into the learner. What the job holds, and who lets go of it:
 
-        until_end       `ExitStack`: the block of the twin and, without `offload`, the refusal of
-                        `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
-        until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
-                        refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
+        until_end       `ExitStack`: the block of the twin, and the refusal of `learn.fit`.
+                        `_make_call` closes it, or `_end` if the call was never made
         twin, epoch     large objects, which `bring` drops"""
     # The twin's last complete epoch, its `FitCall` and the state; None before that
     epoch = None
     def __init__(self, learn,
         user_call, # The `UserCall` to make
-        trains, # True for a fit, False for inference
-        until_result # See above
+        trains # True for a fit, False for inference
     ):
         super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
         self.original = learn
         self.user_call = user_call
         self.trains = trains
-        self.until_result = until_result
         self.twin = JobTwin(learn, user_call)
         self.until_end = ExitStack()
         # `_state_hash` of the learner when the job began, or at the last `pull`
@@ -165,30 +155,26 @@ def _end(self:LearnerJob):
 
 @patch
 def refuse_fit(self:LearnerJob, *args, **kwargs):
-    "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
+    "Refuse a fit of the learner; it overrides `learn.fit` while the job trains."
     refuse_busy(self.original)
-    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
-                         "job.result() first.")
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729016
 @patch
-def _target(self:LearnerJob, force):
+def _target(self:LearnerJob):
     """Return the learner that is to get a state. Raise `CantDistribute` if it was changed
-    meanwhile, unless `force`."""
+    meanwhile."""
     learn = self.original
     if not self.trains: return learn
     if not learn.opt: learn.create_opt()
-    if not force and _state_hash(learn) != self.known_hash:
-        raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
-                             "changed since it began, or since the last pull(). force=True "
-                             "overwrites them.")
+    if _state_hash(learn) != self.known_hash:
+        raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were changed "
+                             "since it began, or since the last pull(), and are not overwritten. "
+                             "job.twin.learn is the copy that the job trains.")
     return learn
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729019
 @patch
-def pull(self:LearnerJob,
-    force=False # Overwrite weights that were changed meanwhile
-):
+def pull(self:LearnerJob):
     """Put the last complete epoch into the learner, while the job trains on. Raises
     `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
     if self.epoch is None:
@@ -196,7 +182,7 @@ def pull(self:LearnerJob,
         why = ("result() has already put what was trained into a learner" if self._brought
                else "no epoch is complete yet")
         raise CantDistribute(f"{self.title()}: {why}.")
-    learn = self._target(force)
+    learn = self._target()
     fit_call,state = self.epoch
     # `apply` installs random streams: not those of the notebook, while the job goes on
     with fit_call.session.applying, streams_apart():
@@ -206,13 +192,10 @@ def pull(self:LearnerJob,
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729023
 @patch
-def bring(self:LearnerJob, force=False):
+def bring(self:LearnerJob):
     "Put the state of the twin after the call into the learner; for `result`."
-    # a job that `then` made is refused after `start` has returned it: nothing was trained
-    if self.state == 'refused': return self.until_result.close()
-    # first: what is refused here can be called again, and the hash is of weights on the CPU
-    learn = self._target(force)
-    self.until_result.close()
+    # first: what is refused here can be called again
+    learn = self._target()
     copied = self.twin.learn
     apply(learn, *self.twin.capture(self._streams, self.trains), self.twin.original)
     if copied in reports: reports[learn] = reports[copied]
@@ -227,8 +210,7 @@ def bring(self:LearnerJob, force=False):
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,
     user_call, # The `UserCall` to make
-    trains, # True for a fit, False for inference
-    offload # True: keep `learn` on the CPU until `job.result()`
+    trains # True for a fit, False for inference
 ):
     "Start the `LearnerJob` of a call and return it; refuse what can't run in the background."
     if in_launched_group():
@@ -244,15 +226,6 @@ def start_job(learn,
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    until_result = ExitStack()
-    try:
-        # before the job notes a hash of the weights, which depends on their device
-        if offload: until_result.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains, until_result)
-        # `learn.fit` is refused as long as the learner is on the CPU, or else is trained
-        refused = until_result if offload else job.until_end
-        if offload or trains: refused.enter_context(with_attrs(learn, fit=job.refuse_fit))
-        return job.start()
-    except BaseException:
-        until_result.close()    # the caller has no job whose `bring` could do it
-        raise
+    job = LearnerJob(learn, user_call, trains)
+    if trains: job.until_end.enter_context(with_attrs(learn, fit=job.refuse_fit))
+    return job.start()

@@ -105,7 +105,6 @@ def _for_ranks(self:FitCall):
     sizes = session.global_batch()
     if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
     return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
-                keeps_epochs=session.keeps_epochs,
                 wandb_run=notebook_run(all_cbs(learn, self.cbs)))
 
 # %% ../../nbs/fastai2/727_session.ipynb #d33616bf
@@ -195,12 +194,11 @@ class Session(BaseSession):
     `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
-        keeps_epochs, # True: rank 0 sends its state at the end of each epoch, for a failure
         asked_for, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        store_attr('model_factory,dls_factory,keeps_epochs,asked_for')
+        store_attr('model_factory,dls_factory,asked_for')
         self.reports = []       # the `Report` of each call
         self.applying = threading.RLock()
         self.unchanged = set()  # ids of objects that no fit of the block may change in the notebook

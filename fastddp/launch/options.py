@@ -66,11 +66,11 @@ CHECKS = dict(
     see=SEE,
     see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
-    keep=Check("'epoch' or 'end'", lambda v: isinstance(v, str) and v in ('epoch','end')),
     timeout=number("a number of seconds without a training step before termination, above 0; "
                    "None: no limit", optional=True),
     wait=FLAG,
-    offload=FLAG)
+    checkpoint=Check("'epoch', to save after each epoch",
+                     lambda v: v is None or isinstance(v, str) and v == 'epoch'))
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
 # Names of methods and attributes
