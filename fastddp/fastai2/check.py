@@ -136,16 +136,14 @@ def _difference(a, b, # Numbers, or nested lists of numbers
 ):
     "Return the largest difference of two numbers in the same position, relative to their size."
     a,b = (torch.as_tensor(o, dtype=torch.float64) for o in (a,b))
+    if a.shape != b.shape: return float('inf')
     # NaNs and infinite numbers must be in the same positions; all others are compared
-    if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)): return float('inf')
-    a,b = (o.nan_to_num(posinf=0., neginf=0.) for o in (a,b))
-    if not a.numel() or torch.equal(a, b): return 0.
-    size = torch.maximum(a.abs(), b.abs())
-    return ((a-b).abs()/(size.clamp(min=1e-3) if each else size.max())).max().item()
-
-def _not_finite(t):
-    "Return a tensor with a number for each kind of element that isn't finite, and 0 for the others"
-    return t.masked_fill(t.isfinite(), 0.).nan_to_num(nan=2., posinf=1., neginf=-1.)
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    if (differ & ~finite).any(): return float('inf')
+    if not differ.any(): return 0.
+    size = torch.maximum(a.abs(), b.abs())[finite]
+    return ((a-b).abs()[finite]/(size.clamp(min=1e-3) if each else size.max())).max().item()
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
 def _weights(learn):
@@ -353,32 +351,19 @@ def _verdict(
     return f"{text} {_HINT}"
 
 # %% ../../nbs/fastai2/731_check.ipynb #676f39ae
-def _trains_without(learn, reason):
-    "Return False if a copy of `learn` fails in this process, in its first step, without a `Reason`"
-    streams = CommonRNG.capture()
-    copy = copy_of(learn)
-    try:
-        with contextlib.ExitStack() as stack:
-            reason.remove(copy, stack)
-            copy.fit(1, cbs=[NoteSteps(1)])
-        return True
-    except Exception: return False
-    finally: streams.install()
-
-def _compare_without(learn, removable,
+def _compare_without(removable, # Name -> `Reason`
     compare # Called with `Reason`s: compares without them
 ):
-    """Compare without the `Reason`s `removable`, by name, or without those that the learner can
-    train without: a callback may make the predictions or the loss. Return the `Answer`, None if
-    all stay; and the names of those that stay."""
-    try: return compare(removable.values()), []
-    # the first comparison, with all of them, didn't fail
-    except Exception: pass
-    stay = [k for k,r in removable.items() if not _trains_without(learn, r)]
-    # each alone can be removed, but not all
-    if not stay: stay = [k for k in removable if k.startswith('callback ')] or [*removable]
-    rest = [r for k,r in removable.items() if k not in stay]
-    return compare(rest) if rest else None, stay
+    """Compare without the reasons `removable`, or without those that the learner can train without:
+    a callback may make the predictions or the loss. Return the `Answer`, None if all stay; and the
+    names of those that stay."""
+    callbacks = [k for k in removable if k.startswith('callback ')]
+    for stay in [], callbacks:
+        rest = [r for k,r in removable.items() if k not in stay]
+        # the first comparison, with all of them, didn't fail
+        with contextlib.suppress(Exception):
+            if rest: return compare(rest), stay
+    return None, [*removable]
 
 # %% ../../nbs/fastai2/731_check.ipynb #7f192c2a
 def _check(learn, steps, tol, options):
@@ -399,7 +384,7 @@ def _check(learn, steps, tol, options):
         res.reasons['loss'] = Reason("averaged over workers: exact for a mean over items only")
     def compare(reasons): return _compare(learn, steps, tol, options, reasons)
     def compare_without(removable):
-        with suppress_lines(): return _compare_without(learn, removable, compare)
+        with suppress_lines(): return _compare_without(removable, compare)
     res.verdict = _verdict(res, compare_without)
     return res
 

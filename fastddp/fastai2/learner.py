@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.checks import Check, bind_arguments, check_all, is_whole
+from ..base.checks import FLAG, Check, bind_arguments, check, check_all, is_whole
 from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
@@ -91,10 +91,6 @@ Learner._distrib_ctx = Learner.distrib_ctx
 OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #08c1cf1b
-def _check_wait(wait):
-    "Raise `CantDistribute` for values other than True and False."
-    check_all(dict(wait=wait), OPTIONS.checks)
-
 def _check_block(given):
     "Raise `CantDistribute` for options of a block that can't be."
     if not given['wait']:
@@ -158,7 +154,7 @@ def distrib(self:Learner,
     "Call `learn.name(*args, **kwargs)` on workers."
     options = OPTIONS.pop_from(self, name, args, kwargs)
     wait = options.pop('wait', True)
-    _check_wait(wait)
+    check('wait', wait, FLAG)
     if name in _INFERS: _check_loader(self, name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS)
@@ -185,7 +181,7 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    _check_wait(wait)
+    check('wait', wait, FLAG)
     with with_loaders(self):
         if file is not None: resume_points[self] = call_from_file(self, file, launcher)
         call = call_to_resume(self)

@@ -143,14 +143,14 @@ class Options:
         distrib_ctx     `checked` checks the values of the options"""
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
-        ignored=(), # Accepted for code written for others, without effect; shown nowhere else
         extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
         unsupported={} # Names that other tools have -> why they are missing here
     ):
-        params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
-        self.params = {k:p for k,p in params.items() if k not in ignored}       # they are shown
+        # a `**kwargs` that passes nothing on is not shown
+        self.params = {k:p for k,p in inspect.signature(ctx).parameters.items()
+                       if k != 'self' and (extra_checks or p.kind != p.VAR_KEYWORD)}
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
-        self.accepted = {*self.defaults, *ignored, *extra_checks}
+        self.accepted = {*self.defaults, *extra_checks}
         self.comments = comments_of(ctx)
         self.module = ctx.__module__
         self.extra_checks = extra_checks
