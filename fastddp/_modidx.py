@@ -736,8 +736,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.bench.Learner.distrib_bench': ( 'fastai2/bench.html#learner.distrib_bench',
                                                                                         'fastddp/fastai2/bench.py'),
                                        'fastddp.fastai2.bench.Measured': ('fastai2/bench.html#measured', 'fastddp/fastai2/bench.py'),
-                                       'fastddp.fastai2.bench.Measured.row': ( 'fastai2/bench.html#measured.row',
-                                                                               'fastddp/fastai2/bench.py'),
                                        'fastddp.fastai2.bench.Pace': ('fastai2/bench.html#pace', 'fastddp/fastai2/bench.py'),
                                        'fastddp.fastai2.bench.Pace.__init__': ( 'fastai2/bench.html#pace.__init__',
                                                                                 'fastddp/fastai2/bench.py'),

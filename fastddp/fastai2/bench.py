@@ -39,15 +39,6 @@ class Measured(NamedTuple):
     rate:float=0.   # Items per second of all workers; 0: there is not enough memory
     without_data:float=0.   # The rate if no worker waited for data
     epoch:float=0.  # Seconds that an epoch would take
-    def row(self,
-        best # The best rate in the table
-    ):
-        "Return its row in the table, whose bar shows the rate relative to the best one"
-        start = str(self.workers), str(self.batch or '-'), str(self.num_workers)
-        if not self.rate: return (*start,*['']*4,'out of memory')
-        rates = self.rate,self.without_data,self.rate/self.workers
-        return (*start,*(format_rate(o) for o in rates), f"{self.epoch:,.1f} s",
-                '#'*round(20*self.rate/best))
 
 _MOST_SPEEDUP = 1.5     # of a worker; caches and chance explain less
 
@@ -69,8 +60,13 @@ class Bench(Shown, list):
                         "else slowed the one down, such as other programs, or files that were "
                         "read for the first time. Run it again.")
     def parts(self):
-        header = ('workers','batch','num_workers','items/s','no loading','per worker','epoch','')
-        res = [[header, *(o.row(self.best_rate()) for o in self)]]
+        rows = [('workers','batch','num_workers','items/s','no loading','per worker','epoch','')]
+        for o in self:
+            rates = [format_rate(r) for r in (o.rate,o.without_data,o.rate/o.workers)]
+            found = *rates,f"{o.epoch:,.1f} s",'#'*round(20*o.rate/max(self.best_rate(), 1e-9))
+            if not o.rate: found = *['']*4,'out of memory'
+            rows.append((str(o.workers), str(o.batch or '-'), str(o.num_workers), *found))
+        res = [rows]
         if remark := self.remark(): res.append(remark)
         if o := self.worth_it:
             res.append(Bold(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
