@@ -566,7 +566,8 @@ def test_interrupt_while_workers_end(caller, monkeypatch):
 def says(): print(f"rank {os.environ['LOCAL_RANK']} is here")
 
 
-@pytest.mark.parametrize('caller,see,seen', [(0, (2,), [0, 2]), (0, None, [0]), (None, 'all', [0, 1, 2]), (None, None, [0])])
+@pytest.mark.parametrize('caller,see,seen', [
+    (0, (2,), [0, 2]), (0, None, [0]), (None, 'all', [0, 1, 2]), (None, None, [0])])
 def test_whose_output_is_shown(caller, see, seen, capsys):
     "The caller's own, and that of the workers that are asked for"
     ranch(3, says, caller_rank=caller, see=see)

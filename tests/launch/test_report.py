@@ -45,7 +45,8 @@ def test_phases_of_a_fit_add_up():
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
                callbacks={}, slow=0., starts=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
-               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1., cores=8., sizes=(4., 4.))
+               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0,
+               cpu=1., cores=8., sizes=(4., 4.))
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
 
@@ -128,7 +129,8 @@ def test_reports_of_a_block(two):
         learn.validate()
         report = learn.distrib_report
         reports = report.calls
-    assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference'] and report.total == max(o.total for o in reports)
+    assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference']
+    assert report.total == max(o.total for o in reports)
     rows = str(report).splitlines()[1:4]
     assert [float(o.split()[0]) for o in rows] == sorted((round(o.total, 2) for o in reports), reverse=True)
     whole = json.loads(json.dumps(reports[1].to_dict()))
