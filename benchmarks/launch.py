@@ -8,7 +8,7 @@ all-reduce.
 
 With a library, of which the learner has a class: a first fit whose workers import it, and one after the helper has.
 """
-import importlib, os, time
+import importlib, time
 from fastai.callback.core import Callback
 from fastddp.process import helper
 from fastddp.all import *
@@ -36,9 +36,9 @@ def first_fit():
 
 
 def without_helper():
-    os.environ['FASTDDP_PRELOAD'] = '0'
+    helper._is_helper_off = True
     try: return first_fit()
-    finally: del os.environ['FASTDDP_PRELOAD']
+    finally: helper._is_helper_off = False
 
 
 def block():

@@ -14,6 +14,7 @@ ask_for_helper()
 
 from .base.errors import (
     CantDistribute, GroupTimeout, NotPicklable, RankDied, RankRaised, WorkerError)
+from .doctor import doctor
 from .launch.engine import InProcess
 from .launch.local import Local
 from .launch.functions import TorchDDPCtx, global_imports, import_star, in_torchddp, ranch, spawn
@@ -34,5 +35,5 @@ def __getattr__(name):
     return getattr(importlib.import_module(_OF_MACHINES[name]), name)
 
 __all__ = ['CantDistribute','GroupTimeout','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local',
-           'TorchDDPCtx','Learner','global_imports','import_star','in_torchddp','ranch','spawn']
+           'TorchDDPCtx','Learner','doctor','global_imports','import_star','in_torchddp','ranch','spawn']
 if importlib.util.find_spec('fastddp.machines'): __all__ += [*_OF_MACHINES]

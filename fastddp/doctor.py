@@ -16,10 +16,11 @@ import torch
 
 from .base import group
 from .base.device import (
-    accelerator_type, device_module, free_memory, n_gpus, numa_nodes, visible_cores)
+    accelerator_type, device_module, free_memory, n_gpus, visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
+from .launch.report import as_text
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #2f0f97f8
@@ -92,12 +93,10 @@ def facts():
         nccl_files=glob('/dev/shm/nccl-*'),
         memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
         available_memory=free_memory(),
-        # these two are limits, -1 where there is none
-        lockable_memory=resource.getrlimit(resource.RLIMIT_MEMLOCK)[0],
+        # a limit, -1 where there is none
         max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         cores=os.cpu_count(),           # of the machine
         visible_cores=visible_cores(),  # those that this process may use
-        numa_nodes=numa_nodes(),
         # file system of the working directory
         folder_type=(_output('df', '--output=fstype', '.').split() or [''])[-1],
         start_method=start_method(),    # of workers
@@ -164,8 +163,8 @@ def _machine_traps(f):
 def _worker_traps(f):
     "Those of the workers"
     return [
-        ("no helper process", f.start_method != 'forkserver',
-         "Workers are spawned, and each imports torch and fastai: see the helper's warning."),
+        ("workers start slowly", f.start_method != 'forkserver',
+         "Each worker imports torch and fastai by itself: see the warning of the first fit."),
         ("workers can't exchange tensors", f.exchange_error,
          f"{f.exchange_error}. With GPUs try NCCL_P2P_DISABLE=1.")]
 
@@ -190,31 +189,37 @@ def page(
     f # Those of `facts`
 ):
     "Return the facts and their traps as text"
-    lines = [', '.join(f"{k} {v}" for k,v in f.versions.items() if v)]
-    for o in f.gpus:
-        lines.append(f"GPU {o.index}: {o.name}, {o.memory} used, driver {o.driver}")
-    if f.n_visible_gpus > 1: lines.append(f"P2P: {'yes' if f.has_p2p else 'not between all'}")
+    rows = [('versions', ', '.join(f"{k} {v}" for k,v in f.versions.items() if v))]
+    rows += [(f'GPU {o.index}', f"{o.name}, {o.memory} used, driver {o.driver}") for o in f.gpus]
+    if f.n_visible_gpus > 1:
+        rows.append(('between GPUs', "directly" if f.has_p2p else "not all directly (P2P)"))
     rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f.rates.items()]
-    if rates: lines.append(f"all-reduce: {', '.join(rates)}")
-    lockable = _gb(f.lockable_memory) if f.lockable_memory >= 0 else 'unlimited'
-    lines += [f"cores {f.visible_cores} of {f.cores}, NUMA nodes {f.numa_nodes}, memory "
-              f"{_gb(f.memory)} ({_gb(f.available_memory)} available), /dev/shm {_gb(f.shm)} free",
-              f"folder on {f.folder_type}, open files {f.max_open_files}, locked memory "
-              f"{lockable}, workers by {f.start_method}"]
-    lines += [f"{k}={v}" for k,v in f.env.items()]
-    lines += [f"! {name}: {remedy}" for name,remedy in traps(f)] or ["No known trap."]
-    return '\n'.join(lines)
+    if rates: rows.append(('between workers', f"gradients of {', '.join(rates)}"))
+    early = f.start_method == 'forkserver'
+    rows += [('cores', f"{f.visible_cores} of {f.cores}"),
+             ('memory', f"{_gb(f.available_memory)} free of {_gb(f.memory)}; {_gb(f.shm)} free in "
+                        "/dev/shm, for data on its way"),
+             ('this folder', f"is on {f.folder_type}"),
+             ('workers', "import torch and fastai once, for all of them" if early else
+                         "import torch and fastai each by itself")]
+    rows += [*f.env.items()]
+    found = [f"! {name}: {remedy}" for name,remedy in traps(f)]
+    return as_text([rows, *(found or ["No known trap."])])
 
-def doctor(
-    seconds=30. # For the exchange between workers to answer
-):
-    "Prints what machine this is and what to expect of it; returns the names of the traps it found"
+def _examine(seconds):
+    "Print the page; return the facts"
     f = facts()
     if f.has_distributed: _try_exchange(f, seconds)
     print(page(f))
     print(_output('nvidia-smi', 'topo', '-m'), end='')
-    return [name for name,_ in traps(f)]
+    return f
 
+def doctor(
+    seconds=30. # For the exchange between workers to answer
+):
+    """Prints what machine this is and what to expect of it, and each known trap with its remedy:
+    a page to paste into an issue"""
+    _examine(seconds)
 
 # %% ../nbs/904_doctor.ipynb #43429582
 class _CallableModule(ModuleType):
@@ -223,5 +228,4 @@ class _CallableModule(ModuleType):
 
 sys.modules[__name__].__class__ = _CallableModule
 
-if __name__ == '__main__': sys.exit(bool(doctor()))
-
+if __name__ == '__main__': sys.exit(bool(traps(_examine(30.))))

@@ -18,7 +18,7 @@ class Listens(Callback):
         listening.update(o.laddr.ip for o in here if o.status == psutil.CONN_LISTEN)
 
 
-options = dict(in_notebook=False, sync_bn=False)     # as written for `fastai.distributed`
+options = dict(sync_bn=False)     # as written for `fastai.distributed`
 learn = make_learner(bs=16, cbs=[Listens()])
 seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
 with learn.distrib_ctx(**options): learn.fit(2, 0.01)

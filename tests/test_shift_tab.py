@@ -7,7 +7,7 @@ from fastddp.fastai2.learner import OPTIONS
 
 FITS, INFERS = ('fit', 'fit_one_cycle', 'fit_flat_cos', 'fit_sgdr', 'fine_tune', 'lr_find'), ('validate', 'get_preds',
                                                                                               'tta')
-NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'keep', 'checkpoint', 'ddp_kwargs'}
+NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'checkpoint', 'ddp_kwargs'}
 RAISED = 'CantDistribute', 'RankRaised', 'RankDied', 'GroupTimeout', 'KeyboardInterrupt'
 
 
@@ -19,7 +19,7 @@ def lines(name): return [o.strip() for o in getattr(Learner, name).__doc__.split
 def test_the_signature_is_the_methods_with_the_options_that_do_something(name):
     own, base = params(f'distrib_{name}'), [k for k, p in params(name).items() if p.kind != p.VAR_KEYWORD]
     options = [k for k in OPTIONS.params if name in FITS or k not in NOT_FOR_INFERENCE]
-    assert [*own] == base + options and 'in_notebook' not in own
+    assert [*own] == base + options
     assert all(own[k].default == params('distrib_ctx')[k].default for k in options)
     assert all(own[k].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) for k in options)
 
@@ -33,7 +33,6 @@ def test_the_docstring_has_each_option_with_the_comment_beside_it(name):
         comment = OPTIONS.comments[k]
         assert comment and f'# {comment}\n' in source
         assert (k in listed and listed[k].endswith(f': {comment}')) == (k in own)
-    assert not any('in_notebook' in o for o in doc)
 
 
 @pytest.mark.parametrize('name', [f'distrib_{o}' for o in (*FITS, *INFERS, 'ctx', 'check', 'resume')] + ['distrib'])
@@ -51,12 +50,8 @@ def test_what_belongs_to_a_fit_is_said_of_fits_only():
     for o in INFERS: assert 'distrib_resume' not in getattr(Learner, f'distrib_{o}').__doc__
 
 
-def test_in_notebook_is_where_fastais_own_has_it():
-    assert 'in_notebook' in params('distrib_ctx') and 'in_notebook' in OPTIONS.accepted
-
-
 def test_defaults_are_those_of_the_signature():
-    shown = {k: p.default for k, p in params('distrib_ctx').items() if k not in ('self', 'in_notebook', 'ddp_kwargs')}
+    shown = {k: p.default for k, p in params('distrib_ctx').items() if k not in ('self', 'ddp_kwargs')}
     assert OPTIONS.defaults == shown
 
 
@@ -64,4 +59,4 @@ def test_what_is_not_shown_is_still_accepted(capsys):
     "Code that was written for fastai's own words, or that gives one set of options to all of them"
     from learners import make_learner
     learn = make_learner()
-    learn.distrib_validate(launcher=InProcess(), sync_bn=False, restarts=1, in_notebook=True)
+    learn.distrib_validate(launcher=InProcess(), sync_bn=False, restarts=1)

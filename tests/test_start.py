@@ -267,6 +267,9 @@ def test_processes_of_a_callback(how, code):
     assert len(learn.recorder.values) == 1 and learn.forks.codes == [code]
 
 
+OFF = 'from fastddp.process.helper import turn_off_helper; turn_off_helper("a test")'
+
+
 @pytest.mark.parametrize('method', long_but(['forkserver', 'spawn'], 'forkserver'))
 def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path):
     "`python -c`, by which workers start, looks there first"
@@ -276,9 +279,10 @@ def test_files_of_the_working_directory_named_like_pythons_own(method, tmp_path)
     script.write_text("import sys; sys.path.append('')\n"
                       "from fastddp.launch.local import Local\nfrom fastddp.launch.engine import Job\n"
                       "def f(ctx, _): return ctx.rank\n"
-                      "if __name__ == '__main__': print(Local(gpus=[]).run(Job.of(f, None), 2).results)\n")
-    env = os.environ | dict(FASTDDP_PRELOAD='01'[method == 'forkserver'])
-    p = subprocess.run([sys.executable, script], cwd=folder, env=env, capture_output=True, text=True, timeout=120)
+                      "if __name__ == '__main__':\n"
+                      f"    {OFF if method == 'spawn' else ''}\n"
+                      "    print(Local(gpus=[]).run(Job.of(f, None), 2).results)\n")
+    p = subprocess.run([sys.executable, script], cwd=folder, capture_output=True, text=True, timeout=120)
     assert p.stdout == '[0, 1]\n' and 'not this one' not in p.stderr, p.stderr
 
 

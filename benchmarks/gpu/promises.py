@@ -60,22 +60,15 @@ def check(table):
 
 def beside_jobs(table):
     "Where is the learner while a job trains on its GPU, and afterwards?"
-    for offload in False, True:
-        learn = learner()
-        with learn.no_bar(): learn.fit(1, 1e-3)
-        home, name = place(learn), 'a job with offload=True' if offload else 'a job'
-        options = dict(nprocs=2, gpus=[]) if machine.DRY else dict(gpus=[home.index])
-        job = learn.distrib_fit(1, wait=False, offload=offload, **options)
-        while_it_runs = place(learn)
-        job.result()
-        if offload:
-            table.add(f'{name}: the learner is on the CPU', while_it_runs.type == 'cpu')
-            table.add(f'{name}: the learner is back', place(learn) == home and
-                      all(t.device == home for st in learn.opt.state.values() for t in st.values()
-                          if isinstance(t, torch.Tensor)))
-        else:
-            table.add(f'{name}: the learner stays where it is', place(learn) == while_it_runs == home)
-            table.add(f'{name}: a line says what the learner keeps', machine.DRY or 'learn keeps' in job.log)
+    learn = learner()
+    with learn.no_bar(): learn.fit(1, 1e-3)
+    home = place(learn)
+    options = dict(nprocs=2, gpus=[]) if machine.DRY else dict(gpus=[home.index])
+    job = learn.distrib_fit(1, wait=False, **options)
+    while_it_runs = place(learn)
+    job.result()
+    table.add('a job: the learner stays where it is', place(learn) == while_it_runs == home)
+    table.add('a job: a line says what the learner keeps', machine.DRY or 'learn keeps' in job.log)
 
 
 def place(learn): return next(learn.model.parameters()).device

@@ -51,8 +51,7 @@ def distrib_ctx(self:Learner,
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
-OPTIONS = Options(Learner.distrib_ctx, ignored=['unknown'],
-                  unsupported=dict.fromkeys(('wait','offload','checkpoint','keep'), _FOR_2))
+OPTIONS = Options(Learner.distrib_ctx, unsupported=dict.fromkeys(('wait','checkpoint'), _FOR_2))
 suggest_names(Learner)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/732_bench.ipynb #9d4862ab
 import itertools, time
+from math import inf
 from typing import NamedTuple
 
 from fastai.callback.core import Callback, CancelFitException, CancelValidException
@@ -25,6 +26,7 @@ from .loaders import is_lm, lay_out, step_sizes, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..launch.options import refuse_in_launched_group
+from ..launch.report import Bold, Shown, format_rate
 from ..output.replay import several, suppress_lines
 from ..shard.sharded import workers_per_rank
 
@@ -37,17 +39,10 @@ class Measured(NamedTuple):
     rate:float=0.   # Items per second of all workers; 0: there is not enough memory
     without_data:float=0.   # The rate if no worker waited for data
     epoch:float=0.  # Seconds that an epoch would take
-    def line(self,
-        best # The best rate in the table
-    ):
-        "Return its line in the table, whose bar shows the rate relative to the best one"
-        start = f"{self.workers:>7} {self.batch or '-':>6} {self.num_workers:>11} "
-        if not self.rate: return start+"out of memory"
-        return (f"{start}{self.rate:>10,.0f} {self.without_data:>10,.0f} "
-                f"{self.rate/self.workers:>10,.0f} {self.epoch:>8,.1f} s  "
-                f"{'#'*round(20*self.rate/best)}")
 
-class Bench(list):
+_MOST_SPEEDUP = 1.5     # of a worker; caches and chance explain less
+
+class Bench(Shown, list):
     "The `Measured` lines of `distrib_bench`, and the number of workers that is worth it"
     def best_rate(self): return max((o.rate for o in self), default=0.)
     @property
@@ -55,14 +50,28 @@ class Bench(list):
         "The line of the fewest workers within a tenth of the best rate; None if none had memory."
         good = [o for o in self if o.rate > .9*self.best_rate()]
         return min(good, key=lambda o: o.workers, default=None)
-    def __str__(self):
-        lines = ["workers  batch num_workers    items/s no loading per worker      epoch",
-                 *(o.line(self.best_rate()) for o in self)]
+    def remark(self):
+        "Return a sentence if workers are faster than their number allows; None if they aren't"
+        one = {o[1:3]:o.rate for o in self if o.workers == 1}
+        for o in self:
+            times = o.rate/(one.get(o[1:3]) or inf)
+            if times > _MOST_SPEEDUP*o.workers:
+                return (f"{o.workers} workers can't be {times:.1f} times as fast as one: something "
+                        "else slowed the one down, such as other programs, or files that were "
+                        "read for the first time. Run it again.")
+    def parts(self):
+        rows = [('workers','batch','num_workers','items/s','no loading','per worker','epoch','')]
+        for o in self:
+            rates = [format_rate(r) for r in (o.rate,o.without_data,o.rate/o.workers)]
+            found = *rates,f"{o.epoch:,.1f} s",'#'*round(20*o.rate/max(self.best_rate(), 1e-9))
+            if not o.rate: found = *['']*4,'out of memory'
+            rows.append((str(o.workers), str(o.batch or '-'), str(o.num_workers), *found))
+        res = [rows]
+        if remark := self.remark(): res.append(remark)
         if o := self.worth_it:
-            lines.append(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
-                         f"num_workers={o.num_workers}.")
-        return '\n'.join(lines)
-    __repr__ = __str__
+            res.append(Bold(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
+                            f"num_workers={o.num_workers}."))
+        return res
 
 # %% ../../nbs/fastai2/732_bench.ipynb #f88ca335
 _N_WARM_UP = 3      # steps before those that are timed
@@ -125,9 +134,9 @@ def distrib_bench(self:Learner,
     steps:int=20, # Steps to time for each, after three to warm up
     seconds:float=5. # At most this long for each
 ):
-    """Train some steps with each choice and return a `Bench`: items per second (in all, without
-    waiting for data, and per worker), seconds per epoch, and the number of workers to use. Learner
-    and random streams are unchanged."""
+    """Train some steps with each choice, and with one worker beside a single choice. Returns a
+    `Bench`: items per second (in all, without waiting for data, and per worker), seconds per epoch,
+    and the number of workers to use. Learner and random streams are unchanged."""
     refuse_in_launched_group('distrib_bench')
     most = group.n_gpus() or visible_cores()
     ns = [n for n in (1,2,4,8,16,32,64) if n < most]+[most]
@@ -136,7 +145,10 @@ def distrib_bench(self:Learner,
         if not isinstance(self.dls.train, DataLoader):
             raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
     res = Bench()
-    for n,b,w in itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None]):
+    choices = [*itertools.product(L(nprocs) or ns, L(bs) or [None], L(num_workers) or [None])]
+    # a single rate says little
+    if len(choices) == 1 and choices[0][0] > 1: choices.insert(0, (1, *choices[0][1:]))
+    for n,b,w in choices:
         with with_loaders(self): learn = copy_of(self)
         for dl in learn.dls.loaders:
             if b is not None:

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/731_check.ipynb #d0651a61
-import contextlib
+import contextlib, itertools
 from functools import partial
 from typing import NamedTuple
 
@@ -14,11 +14,13 @@ import torch
 from fastai.callback.core import Callback, CancelTrainException, _inner_loop
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import nn
 
 from ..base import group
 from ..launch.options import refuse_in_launched_group
+from ..launch.report import Bold, Shown
 from ..launch.training import is_kind, is_rank0_only
 from .batch import part_of
 from .loaders import is_lm, lay_out, why_whole, with_loaders
@@ -68,23 +70,28 @@ class Row(NamedTuple):
     tolerance:float # Up to here, a difference counts as rounding
     @property
     def same(self): return self.largest <= self.tolerance
-    def __str__(self):
-        if self.same: return f"{self.what}: same"
-        if self.largest == float('inf'): return f"{self.what}: shapes, NaNs or infinities differ"
-        return f"{self.what}: {100*self.largest:.3g} % apart"
+    def text(self):
+        if self.same: return "same"
+        if self.largest == float('inf'): return "shapes, NaNs or infinities differ"
+        return f"{100*self.largest:.3g} % apart"
 
-class Answer(list):
-    "The `Row`s of a check; `same` if all of them are"
+class Answer(Shown, list):
+    "The `Row`s of a check; `same` if all of them are. It shows the verdict, and below it the rows"
     loss = ''           # How the losses of workers make that of the batch, in words
     averaged = False    # True if a loss is averaged over workers
     reasons = {}        # Name -> `Reason`: what is expected to differ
+    without = None      # The `Answer` of the second comparison, without reasons that were removed
+    removed = ()        # The names of these reasons
     verdict = ''        # A sentence or two for the user
     @property
     def same(self): return all(r.same for r in self)
-    def __str__(self):
+    def parts(self):
+        rows = [(row.what, row.text()) for row in self]
+        if self.without is not None:
+            rows = [('', 'as it is', f"without {', '.join(self.removed)}"),
+                    *((*row, o.text()) for row,o in zip(rows, self.without))]
         reasons = [f"{k}: {r.why}" for k,r in self.reasons.items()] if not self.same else []
-        return '\n'.join([*map(str, self), f"loss: {self.loss}", *reasons, self.verdict])
-    __repr__ = __str__
+        return [Bold(self.verdict), rows, f"loss: {self.loss}", *reasons]
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
 class NoteSteps(Callback):
@@ -129,16 +136,14 @@ def _difference(a, b, # Numbers, or nested lists of numbers
 ):
     "Return the largest difference of two numbers in the same position, relative to their size."
     a,b = (torch.as_tensor(o, dtype=torch.float64) for o in (a,b))
+    if a.shape != b.shape: return float('inf')
     # NaNs and infinite numbers must be in the same positions; all others are compared
-    if a.shape != b.shape or not torch.equal(_not_finite(a), _not_finite(b)): return float('inf')
-    a,b = (o.nan_to_num(posinf=0., neginf=0.) for o in (a,b))
-    if not a.numel() or torch.equal(a, b): return 0.
-    size = torch.maximum(a.abs(), b.abs())
-    return ((a-b).abs()/(size.clamp(min=1e-3) if each else size.max())).max().item()
-
-def _not_finite(t):
-    "Return a tensor with a number for each kind of element that isn't finite, and 0 for the others"
-    return t.masked_fill(t.isfinite(), 0.).nan_to_num(nan=2., posinf=1., neginf=-1.)
+    differ = (a != b) & ~(a.isnan() & b.isnan())
+    finite = a.isfinite() & b.isfinite()
+    if (differ & ~finite).any(): return float('inf')
+    if not differ.any(): return 0.
+    size = torch.maximum(a.abs(), b.abs())[finite]
+    return ((a-b).abs()[finite]/(size.clamp(min=1e-3) if each else size.max())).max().item()
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
 def _weights(learn):
@@ -222,12 +227,33 @@ class FixedBatchNorm(Callback):
 def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
 
 # %% ../../nbs/fastai2/731_check.ipynb #2bbd0ef7
-def _augments(dl):
-    "Return True if a transform of a loader changes items at random."
+_N_LOOKS = 5    # at the same items: a transform may act on some of them only, and not each time
+
+def _random_tfms(dl):
+    "Return the transforms of a loader that may change items at random"
     pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
     lists = getattr(getattr(dl,'dataset',None), 'tls', ())
     tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
-    return any(is_kind(f, ['RandTransform']) for f in tfms)
+    return [f for f in tfms if is_kind(f, ['RandTransform'])]
+
+def _augments(learn):
+    """Return True if training items change at random. Where a transform may do so, the same items
+    are made several times: a `Resize` crops at random, but not a square picture."""
+    if not _random_tfms(learn.dls.train): return False
+    if not isinstance(learn.dls.train, DataLoader): return True
+    streams = CommonRNG.capture()
+    try:
+        dl = copy_of(learn).dls.train
+        dl.before_iter()
+        items = [*itertools.islice(dl.get_idxs(), dl.bs or 1)]
+        def look():
+            batch = next(iter(dl.create_batches(items)))
+            if dl.device is not None: batch = to_device(batch, dl.device)
+            return [*tensors_in(dl.after_batch(batch))]
+        first = look()
+        return any(a.shape != b.shape or not torch.equal(a, b)
+                   for _ in range(_N_LOOKS-1) for a,b in zip(first, look()))
+    finally: streams.install()
 
 def _no_augmentation(learn, stack):
     # transforms treat the training set as a validation set
@@ -255,7 +281,7 @@ def reasons_for(learn,
         reasons['batch norm on the CPU'] = Reason("each worker normalizes its own part of a batch",
                                                   _fix_batch_norm)
     if _dropouts(learn.model): reasons['dropout'] = Reason("each worker draws its own", _no_dropout)
-    if _augments(learn.dls.train):
+    if _augments(learn):
         reasons['augmentation'] = Reason("each worker draws its own", _no_augmentation)
     for cb in _batch_callbacks(learn):
         reasons[f'callback {type(cb).__name__}'] = Reason(
@@ -306,55 +332,38 @@ _HINT = ("Does the model compare the items of a batch, of which each worker sees
          "on N GPUs' says what can differ, and what to do.")
 
 def _verdict(
-    answer, # The `Answer` of the first comparison
+    answer, # The `Answer` of the first comparison; gets that of a second one as `without`
     compare_without # Called with reasons that can be removed, by name, as `_compare_without`
 ):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
     removable = {k:r for k,r in answer.reasons.items() if r.remove}
-    text = "Not the same"
-    if removable:
-        text += f", for reasons that are expected: {', '.join(removable)}"
-        second,stay = compare_without(removable)
-        if stay: text += f". The learner doesn't train without {', '.join(stay)}"
-        if second is not None:
-            rest = [k for k in removable if k not in stay]
-            them = ', '.join(rest) if stay else 'it' if len(rest) == 1 else 'them'
-            differ = [row for row in second if not row.same]
-            if not differ: return f"{text}. Without {them}: same."
-            text += f". Without {them}, {differ[0]}"
-    else: stay = []
+    answer.without,stay = compare_without(removable) if removable else (None, [])
+    answer.removed = [k for k in removable if k not in stay]
+    text,names = "Not the same",', '.join(answer.removed)
+    if answer.without is not None:
+        if answer.without.same: return f"Same, apart from {names}."
+        text += f", also without {names}"
+    text += "."
+    if stay: text += f" The learner doesn't train without {', '.join(stay)}."
     others = stay+[k for k in answer.reasons if k not in removable]
-    if others: return f"{text}; expected to differ, and not removed here: {', '.join(others)}."
-    return f"{text}. {_HINT}"
+    if others: return f"{text} Expected to differ, and not removed here: {', '.join(others)}."
+    return f"{text} {_HINT}"
 
 # %% ../../nbs/fastai2/731_check.ipynb #676f39ae
-def _trains_without(learn, reason):
-    "Return False if a copy of `learn` fails in this process, in its first step, without a `Reason`"
-    streams = CommonRNG.capture()
-    copy = copy_of(learn)
-    try:
-        with contextlib.ExitStack() as stack:
-            reason.remove(copy, stack)
-            copy.fit(1, cbs=[NoteSteps(1)])
-        return True
-    except Exception: return False
-    finally: streams.install()
-
-def _compare_without(learn, removable,
+def _compare_without(removable, # Name -> `Reason`
     compare # Called with `Reason`s: compares without them
 ):
-    """Compare without the `Reason`s `removable`, by name, or without those that the learner can
-    train without: a callback may make the predictions or the loss. Return the `Answer`, None if
-    all stay; and the names of those that stay."""
-    try: return compare(removable.values()), []
-    # the first comparison, with all of them, didn't fail
-    except Exception: pass
-    stay = [k for k,r in removable.items() if not _trains_without(learn, r)]
-    # each alone can be removed, but not all
-    if not stay: stay = [k for k in removable if k.startswith('callback ')] or [*removable]
-    rest = [r for k,r in removable.items() if k not in stay]
-    return compare(rest) if rest else None, stay
+    """Compare without the reasons `removable`, or without those that the learner can train without:
+    a callback may make the predictions or the loss. Return the `Answer`, None if all stay; and the
+    names of those that stay."""
+    callbacks = [k for k in removable if k.startswith('callback ')]
+    for stay in [], callbacks:
+        rest = [r for k,r in removable.items() if k not in stay]
+        # the first comparison, with all of them, didn't fail
+        with contextlib.suppress(Exception):
+            if rest: return compare(rest), stay
+    return None, [*removable]
 
 # %% ../../nbs/fastai2/731_check.ipynb #7f192c2a
 def _check(learn, steps, tol, options):
@@ -375,7 +384,7 @@ def _check(learn, steps, tol, options):
         res.reasons['loss'] = Reason("averaged over workers: exact for a mean over items only")
     def compare(reasons): return _compare(learn, steps, tol, options, reasons)
     def compare_without(removable):
-        with suppress_lines(): return _compare_without(learn, removable, compare)
+        with suppress_lines(): return _compare_without(removable, compare)
     res.verdict = _verdict(res, compare_without)
     return res
 

@@ -7,15 +7,16 @@ __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
 import os, time
+from math import inf
 from collections import defaultdict
 from typing import NamedTuple
 
 import torch
 from fastai.learner import Recorder
-from fastcore.basics import patch
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
+from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # Used here:
@@ -190,6 +191,7 @@ class Clock:
         self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
+        self.sizes = inf,0.     # of the smallest and largest batch, in elements per item
         self.ranks = RankWaits()
         self.samples = DeviceSamples(on_gpu)
         # Where fastai's loop is
@@ -211,68 +213,63 @@ class Clock:
         self.last_time = now
         self.last_waited = waited
         return secs
+    def enter(self, event_name, learn):
+        "Note that an event begins; return False if a callback of another event called it"
+        self.depth += 1
+        if self.depth > 1: return False
+        self.samples.wait()
+        secs = self.lap(self.phase)
+        self.samples.note(self.phase, secs)
+        if event_name == 'before_batch':
+            self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
+            self.batches.note(BatchWait(secs, self.epoch, learn.iter))
+            size = elements_per_item(getattr(learn, 'xb', ()))
+            if size: self.sizes = min(self.sizes[0], size),max(self.sizes[1], size)
+        return True
+    def leave(self, event_name):
+        "Note that an event ends, and which phase of fastai's loop begins"
+        self.depth -= 1
+        if self.depth: return
+        if event_name == 'before_batch' and not self.in_validation: self.samples.begin_step()
+        self.lap('other')
+        if event_name in ('before_train','before_validate'):
+            self.in_validation = event_name == 'before_validate'
+            self.batches.begin_phase()
+            self.samples.end_training()
+        phase = _PHASE_AFTER.get(event_name, 'other')
+        self.phase = 'validation' if self.in_validation and phase in _COMPUTING else phase
+    def begin_meeting(self):
+        "Return the `Spent` since the last meeting, to send to the others"
+        # kinds that aren't phases are callbacks; metrics are computed by one, the Recorder
+        callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
+        return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
+    def end_meeting(self,
+        of_ranks # The `Spent` of each rank, as tuples
+    ):
+        if self.board.last_wait is None: return     # this rank came last
+        last_rank,secs = self.board.last_wait
+        self.ranks.note(last_rank, secs, of_ranks[last_rank], self.epoch)
+    def totals(self):
+        "Return all of it for a `Report`: plain numbers, in dicts"
+        callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
+        phases = {k:v for k,v in self.seconds.items() if k in PHASES}
+        phases['callbacks'] = sum(callbacks.values())
+        seconds = with_device_seconds(phases, self.samples.totals())
+        # a backward pass of a sample has its exchange in it, too
+        backward = seconds.get('backward', 0.)
+        exchange = min(self.exchange_secs, backward)
+        seconds |= dict(backward=backward-exchange, exchange=exchange)
+        batches = self.batches
+        return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
+                    uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
+                    starts=batches.startup_secs(), slowest=(*batches.slowest,),
+                    sizes=self.sizes if self.sizes[1] else (0.,0.),
+                    cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #53378770
-@patch
-def enter(self:Clock, event_name, learn):
-    "Note that an event begins; return False if a callback of another event called it"
-    self.depth += 1
-    if self.depth > 1: return False
-    self.samples.wait()
-    secs = self.lap(self.phase)
-    self.samples.note(self.phase, secs)
-    if event_name == 'before_batch':
-        self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
-        self.batches.note(BatchWait(secs, self.epoch, learn.iter))
-    return True
-
-@patch
-def leave(self:Clock, event_name):
-    "Note that an event ends, and which phase of fastai's loop begins"
-    self.depth -= 1
-    if self.depth: return
-    if event_name == 'before_batch' and not self.in_validation: self.samples.begin_step()
-    self.lap('other')
-    if event_name in ('before_train','before_validate'):
-        self.in_validation = event_name == 'before_validate'
-        self.batches.begin_phase()
-        self.samples.end_training()
-    phase = _PHASE_AFTER.get(event_name, 'other')
-    self.phase = 'validation' if self.in_validation and phase in _COMPUTING else phase
-
-# %% ../../nbs/fastai2/704_clock.ipynb #06989c38
-@patch
-def begin_meeting(self:Clock):
-    "Return the `Spent` since the last meeting, to send to the others"
-    # kinds that aren't phases are callbacks; metrics are computed by one, the Recorder
-    callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
-    return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
-
-@patch
-def end_meeting(self:Clock,
-    of_ranks # The `Spent` of each rank, as tuples
-):
-    if self.board.last_wait is None: return     # this rank came last
-    last_rank,secs = self.board.last_wait
-    self.ranks.note(last_rank, secs, of_ranks[last_rank], self.epoch)
-
-# %% ../../nbs/fastai2/704_clock.ipynb #ac03703b
-@patch
-def totals(self:Clock):
-    "Return all of it for a `Report`: plain numbers, in dicts"
-    callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
-    phases = {k:v for k,v in self.seconds.items() if k in PHASES}
-    phases['callbacks'] = sum(callbacks.values())
-    seconds = with_device_seconds(phases, self.samples.totals())
-    # a backward pass of a sample has its exchange in it, too
-    backward = seconds.get('backward', 0.)
-    exchange = min(self.exchange_secs, backward)
-    seconds |= dict(backward=backward-exchange, exchange=exchange)
-    batches = self.batches
-    return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
-                uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
-                starts=batches.startup_secs(), slowest=(*batches.slowest,),
-                cpu=time.process_time()-self.cpu_start)
+def elements_per_item(batch):
+    "Return how many numbers the tensors of a batch have, for each of its items"
+    return sum(t.numel()/max(len(t), 1) for t in tensors_in(batch) if t.dim())
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def resource_use(

@@ -249,7 +249,6 @@ def _train(ctx, noted, learn,
 #
 #     options         of `distributed`
 #     fit_args        arguments of `fit`, by name, without `cbs`
-#     keeps_epochs    False: nothing is sent before the end
 #     wandb_run       as of `notebook_run`
 #     resumed         `first_epoch` of `ResumeFit`; None: the fit begins anew
 
@@ -265,8 +264,7 @@ def fit_job(ctx, obj):
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
-        keep = partial(changes.send, 'epoch', fit, ended=False) if call['keeps_epochs'] else noop
-        ours = [noted, EndOfAll(noted, keep)]
+        ours = [noted, EndOfAll(noted, partial(changes.send, 'epoch', fit, ended=False))]
         if call['resumed'] is not None:
             resume = ResumeFit(learn, sent_cbs, call['resumed'])
             ours.append(resume)

@@ -14,7 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
-from ..base.checks import Check, bind_arguments, check, check_all, is_whole
+from ..base.checks import FLAG, Check, bind_arguments, check, check_all, is_whole
 from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
@@ -22,7 +22,7 @@ from .in_place import in_place, train_in_place
 from .learner_job import start_job
 from .loaders import with_loaders
 from .resume import (
-    INTERVAL, UserCall, call_from_file, call_to_resume,
+    UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
@@ -67,12 +67,9 @@ def distrib_ctx(self:Learner,
     see=(0,), # Workers whose output is shown, or 'all'
     see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # How often a failed fit continues after its last complete epoch
-    keep:str='epoch', # What a failure leaves: the last complete epoch, or ('end') nothing
     timeout:float=1800, # Seconds without a training step after which a fit is terminated
     wait:bool=True, # False: train in the background and return a job
-    offload:bool=False, # With `wait=False`: keep `learn` on the CPU until `job.result()`
-    checkpoint:str=None, # Save after each 'epoch', or after an epoch once '10min' have passed
-    in_notebook:bool=None, # Accepted for code written for `fastai.distributed`; has no effect
+    checkpoint:str=None, # 'epoch': save after each epoch, for `distrib_resume`
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
@@ -91,36 +88,23 @@ def distrib_ctx(self:Learner,
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx
 
-OPTIONS = Options(Learner._distrib_ctx, ignored=['in_notebook'], extra_checks=DDP_CHECKS)
+OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #08c1cf1b
-def _check_wait(wait, offload):
-    "Raise `CantDistribute` for values other than True and False, and for `offload` without a job."
-    check_all(dict(wait=wait, offload=offload), OPTIONS.checks)
-    if wait and offload:
-        raise CantDistribute("offload=True needs wait=False: it keeps the learner on the CPU until "
-                             "job.result(). A call that waits moves it there and back by itself.")
-
 def _check_block(given):
-    "Raise `CantDistribute` for options of a block that can't be, or not with one another."
-    checkpoint = given['checkpoint']
+    "Raise `CantDistribute` for options of a block that can't be."
     if not given['wait']:
         raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, wait=False). "
                              "A block waits for its fits.")
-    _check_wait(given['wait'], given['offload'])
     check_loss(given['loss'])
-    if checkpoint is not None: check('checkpoint', checkpoint, INTERVAL)
-    if given['keep'] == 'end' and (checkpoint or given['restarts']):
-        raise CantDistribute("keep='end' keeps nothing before the end of the fit, from which "
-                             f"{'checkpoint=' if checkpoint else 'restarts='} could go on.")
 
 # %% ../../nbs/fastai2/730_learner.ipynb #85114eea
 def _overrides(learn, given, rank_options, launcher, n, gpus):
     "Return the methods that replace those of `learn` in a block on `n` workers, by name."
     session = Session(learn, launcher, n, gpus, rank_options, given['restarts'],
                       model_factory=given['model_factory'], dls_factory=given['dls_factory'],
-                      keeps_epochs=given['keep'] == 'epoch', asked_for=OPTIONS.non_defaults(given))
-    if given['checkpoint']: session.on_epoch.append(checkpoint_writer(given['checkpoint']))
+                      asked_for=OPTIONS.non_defaults(given))
+    if given['checkpoint']: session.on_epoch.append(checkpoint_writer())
     return dict(fit=session.fit, _do_epoch_validate=session.validate)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
@@ -170,18 +154,16 @@ def distrib(self:Learner,
     "Call `learn.name(*args, **kwargs)` on workers."
     options = OPTIONS.pop_from(self, name, args, kwargs)
     wait = options.pop('wait', True)
-    offload = options.pop('offload', False)
-    _check_wait(wait, offload)
+    check('wait', wait, FLAG)
     if name in _INFERS: _check_loader(self, name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
-    if not wait: return start_job(self, user_call, name not in _INFERS, offload)
+    if not wait: return start_job(self, user_call, name not in _INFERS)
     with self._distrib_ctx(**options): return user_call.run(self)
 
 @patch
 def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
-    offload=False, # As in `distrib_ctx`
     launcher=None # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
 ):
     """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
@@ -199,11 +181,11 @@ def distrib_resume(self:Learner,
         RankRaised, RankDied, GroupTimeout, KeyboardInterrupt: as the call (see `distrib_fit`)
 
     After a failure it can be called again: it continues from the last complete epoch."""
-    _check_wait(wait, offload)
+    check('wait', wait, FLAG)
     with with_loaders(self):
         if file is not None: resume_points[self] = call_from_file(self, file, launcher)
         call = call_to_resume(self)
-    if not wait: return start_job(self, call, True, offload)
+    if not wait: return start_job(self, call, True)
     with self._distrib_ctx(**call.options): return call.run(self)
 
 @patch
@@ -223,7 +205,7 @@ _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure o
 
 for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
     OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
-_FOR_FITS = 'batch','sync_bn','loss','restarts','keep','checkpoint','ddp_kwargs'
+_FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
 for _name in _INFERS:
     OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 

@@ -10,7 +10,6 @@ import copy, threading, zlib
 from contextlib import ExitStack
 
 import torch
-from fastcore.basics import patch
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
@@ -23,7 +22,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
-from ..launch.session import offloaded, on_gpus
+from ..launch.session import on_gpus
 from ..output.replay import print_line
 from ..payload.pickling import private_copy, replaced_in_dumps
 from ..payload.state import opt_tensors
@@ -70,7 +69,7 @@ def gpu_memory_note(
     device_module().empty_cache()
     mb = sum(t.nbytes for t in tensors if t.device.index in shared_gpus)/2**20
     return (f"learn keeps {mb:,.0f} MB of GPU {', '.join(map(str, shared_gpus))} beside the "
-            "workers. offload=True moves it to the CPU until job.result().")
+            "workers.")
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729002
 def _as_written(user_call):
@@ -86,38 +85,102 @@ def _state_hash(learn):
     return res
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729004
-# What the two `ExitStack`s of a job hold, and how long:
-#
-#                     start_job   _prepare   _make_call   _end   result()
-#     until_end           |----------|-----------|              twin's block; refusal of `learn.fit`
-#     until_result        |----------|-----------|---------|----|  with `offload`: `learn` on the
-#                                                               CPU, and the refusal
 class LearnerJob(BackgroundJob):
     """A call such as `learn.fit(3)` in the background. A thread of the notebook's process makes it
     with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
     the twin into the learner. What the job holds, and who lets go of it:
 
-        until_end       `ExitStack`: the block of the twin and, without `offload`, the refusal of
-                        `learn.fit`. `_make_call` closes it, or `_end` if the call was never made
-        until_result    `ExitStack`, empty without `offload`: the learner on the CPU, and the
-                        refusal of `learn.fit`. `bring` closes it, or `start_job` if that fails
+        until_end       `ExitStack`: the block of the twin, and the refusal of `learn.fit`.
+                        `_make_call` closes it, or `_end` if the call was never made
         twin, epoch     large objects, which `bring` drops"""
     # The twin's last complete epoch, its `FitCall` and the state; None before that
     epoch = None
     def __init__(self, learn,
         user_call, # The `UserCall` to make
-        trains, # True for a fit, False for inference
-        until_result # See above
+        trains # True for a fit, False for inference
     ):
         super().__init__(_as_written(user_call), self._make_call, learn if trains else None)
         self.original = learn
         self.user_call = user_call
         self.trains = trains
-        self.until_result = until_result
         self.twin = JobTwin(learn, user_call)
         self.until_end = ExitStack()
         # `_state_hash` of the learner when the job began, or at the last `pull`
         self.known_hash = _state_hash(learn)
+    def _prepare(self):
+        """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
+        class calls `_end`, which closes what was opened."""
+        learn = self.twin.learn
+        self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
+        session = _session_of(learn)
+        if session is None or isinstance(session.launcher, InProcess):
+            raise CantDistribute("wait=False needs workers in processes of their own, and this "
+                                 "call has none. nprocs=2 starts two on the CPU.")
+        session.on_epoch.append(self._keep_epoch)
+        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
+        refuse_gpus_of_others(self.gpus, learn)
+        session.launcher.prepare(session.n)
+    def _make_call(self):
+        "Make the call with the twin, in the thread of the job, and return what it returns."
+        with self.until_end, replaced_in_dumps(self.twin.counterparts):
+            session = _session_of(self.twin.learn)
+            session.thread = threading.current_thread()     # it takes no calls of other threads
+            line = gpu_memory_note(self.original, session.gpus)
+            if line and not session.quiet(): print_line(line)
+            return self.twin.call.run(self.twin.learn)
+    def _keep_epoch(self,
+        fit_call, # The twin's `FitCall`
+        end # The `EpochEnd`
+    ):
+        "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
+        if fit_call.counts_steps: return
+        self.epoch = fit_call, private_copy(*end)
+    def _end(self):
+        try: self.until_end.close()     # does nothing after `_make_call`
+        finally: super()._end()
+    def refuse_fit(self, *args, **kwargs):
+        "Refuse a fit of the learner; it overrides `learn.fit` while the job trains."
+        refuse_busy(self.original)
+    def _target(self):
+        """Return the learner that is to get a state. Raise `CantDistribute` if it was changed
+        meanwhile."""
+        learn = self.original
+        if not self.trains: return learn
+        if not learn.opt: learn.create_opt()
+        if _state_hash(learn) != self.known_hash:
+            raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
+                                 "changed since it began, or since the last pull(), and are not "
+                                 "overwritten. job.twin.learn is the copy that the job trains.")
+        return learn
+    def pull(self):
+        """Put the last complete epoch into the learner, while the job trains on. Raises
+        `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
+        if self.epoch is None:
+            # `bring` has dropped it
+            why = ("result() has already put what was trained into a learner" if self._brought
+                   else "no epoch is complete yet")
+            raise CantDistribute(f"{self.title()}: {why}.")
+        learn = self._target()
+        fit_call,state = self.epoch
+        # `apply` installs random streams: not those of the notebook, while the job goes on
+        with fit_call.session.applying, streams_apart():
+            fit_call.apply(*state)
+            apply(learn, *self.twin.capture(CommonRNG.capture().state(), True), self.twin.original)
+        self.known_hash = _state_hash(learn)
+    def bring(self):
+        "Put the state of the twin after the call into the learner; for `result`."
+        # first: what is refused here can be called again
+        learn = self._target()
+        copied = self.twin.learn
+        apply(learn, *self.twin.capture(self._streams, self.trains), self.twin.original)
+        if copied in reports: reports[learn] = reports[copied]
+        # `distrib_resume` of the learner continues a fit of the twin that was cut off
+        if self.trains: resume_points.pop(learn, None)
+        if copied in resume_points:
+            resume_points[learn] = _with_args(self.twin.call, self.user_call.args,
+                                              self.user_call.kwargs)
+        # a variable of the notebook may hold the job, which needs none of these any more
+        self.twin = self.epoch = None
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
 def _session_of(learn):
@@ -125,112 +188,10 @@ def _session_of(learn):
     Return None if no block is open, or if its fits run in this process."""
     return getattr(vars(learn).get('fit'), '__self__', None)
 
-@patch
-def _prepare(self:LearnerJob):
-    """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
-    class calls `_end`, which closes what was opened."""
-    learn = self.twin.learn
-    self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
-    session = _session_of(learn)
-    if session is None or isinstance(session.launcher, InProcess):
-        raise CantDistribute("wait=False needs workers in processes of their own, and this "
-                             "call has none. nprocs=2 starts two on the CPU.")
-    session.on_epoch.append(self._keep_epoch)
-    if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-    refuse_gpus_of_others(self.gpus, learn)
-    session.launcher.prepare(session.n)
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729008
-@patch
-def _make_call(self:LearnerJob):
-    "Make the call with the twin, in the thread of the job, and return what it returns."
-    with self.until_end, replaced_in_dumps(self.twin.counterparts):
-        session = _session_of(self.twin.learn)
-        session.thread = threading.current_thread()     # it takes no calls of other threads
-        line = gpu_memory_note(self.original, session.gpus)
-        if line and not session.quiet(): print_line(line)
-        return self.twin.call.run(self.twin.learn)
-
-@patch
-def _keep_epoch(self:LearnerJob,
-    fit_call, # The twin's `FitCall`
-    end # The `EpochEnd`
-):
-    "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
-    if fit_call.counts_steps: return
-    self.epoch = fit_call, private_copy(*end)
-
-@patch
-def _end(self:LearnerJob):
-    try: self.until_end.close()     # does nothing after `_make_call`
-    finally: BackgroundJob._end(self)
-
-@patch
-def refuse_fit(self:LearnerJob, *args, **kwargs):
-    "Refuse a fit of the learner; it overrides `learn.fit` while the job has the learner."
-    refuse_busy(self.original)
-    raise CantDistribute(f"{self.title()} keeps this learner on the CPU (offload=True). Call "
-                         "job.result() first.")
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729016
-@patch
-def _target(self:LearnerJob, force):
-    """Return the learner that is to get a state. Raise `CantDistribute` if it was changed
-    meanwhile, unless `force`."""
-    learn = self.original
-    if not self.trains: return learn
-    if not learn.opt: learn.create_opt()
-    if not force and _state_hash(learn) != self.known_hash:
-        raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
-                             "changed since it began, or since the last pull(). force=True "
-                             "overwrites them.")
-    return learn
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729019
-@patch
-def pull(self:LearnerJob,
-    force=False # Overwrite weights that were changed meanwhile
-):
-    """Put the last complete epoch into the learner, while the job trains on. Raises
-    `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
-    if self.epoch is None:
-        # `bring` has dropped it
-        why = ("result() has already put what was trained into a learner" if self._brought
-               else "no epoch is complete yet")
-        raise CantDistribute(f"{self.title()}: {why}.")
-    learn = self._target(force)
-    fit_call,state = self.epoch
-    # `apply` installs random streams: not those of the notebook, while the job goes on
-    with fit_call.session.applying, streams_apart():
-        fit_call.apply(*state)
-        apply(learn, *self.twin.capture(CommonRNG.capture().state(), True), self.twin.original)
-    self.known_hash = _state_hash(learn)
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729023
-@patch
-def bring(self:LearnerJob, force=False):
-    "Put the state of the twin after the call into the learner; for `result`."
-    # a job that `then` made is refused after `start` has returned it: nothing was trained
-    if self.state == 'refused': return self.until_result.close()
-    # first: what is refused here can be called again, and the hash is of weights on the CPU
-    learn = self._target(force)
-    self.until_result.close()
-    copied = self.twin.learn
-    apply(learn, *self.twin.capture(self._streams, self.trains), self.twin.original)
-    if copied in reports: reports[learn] = reports[copied]
-    # `distrib_resume` of the learner continues a fit of the twin that was cut off
-    if self.trains: resume_points.pop(learn, None)
-    if copied in resume_points:
-        resume_points[learn] = _with_args(self.twin.call, self.user_call.args,
-                                          self.user_call.kwargs)
-    # a variable of the notebook may hold the job, which needs none of these any more
-    self.twin = self.epoch = None
-
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,
     user_call, # The `UserCall` to make
-    trains, # True for a fit, False for inference
-    offload # True: keep `learn` on the CPU until `job.result()`
+    trains # True for a fit, False for inference
 ):
     "Start the `LearnerJob` of a call and return it; refuse what can't run in the background."
     if in_launched_group():
@@ -246,15 +207,6 @@ def start_job(learn,
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()
     if user_call.name == 'lr_find': user_call.kwargs.setdefault('show_plot', False)
-    until_result = ExitStack()
-    try:
-        # before the job notes a hash of the weights, which depends on their device
-        if offload: until_result.enter_context(offloaded(learn))
-        job = LearnerJob(learn, user_call, trains, until_result)
-        # `learn.fit` is refused as long as the learner is on the CPU, or else is trained
-        refused = until_result if offload else job.until_end
-        if offload or trains: refused.enter_context(with_attrs(learn, fit=job.refuse_fit))
-        return job.start()
-    except BaseException:
-        until_result.close()    # the caller has no job whose `bring` could do it
-        raise
+    job = LearnerJob(learn, user_call, trains)
+    if trains: job.until_end.enter_context(with_attrs(learn, fit=job.refuse_fit))
+    return job.start()

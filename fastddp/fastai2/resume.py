@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextvars, re, time, warnings, weakref
+import contextvars, warnings, weakref
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -17,7 +17,6 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 import numpy as np, torch
 
-from ..base.checks import Check
 from ..base.errors import CantDistribute
 from ..base.scoped import with_context
 from .events import OurCallback
@@ -204,15 +203,6 @@ class ResumeFit(OurCallback):
 # %% ../../nbs/fastai2/724_resume.ipynb #cb5aec54
 # 4. The file of a checkpoint
 
-def interval_seconds(checkpoint):
-    "Return the seconds between two checkpoints, for an option such as '10min'; 0 for 'epoch'."
-    if checkpoint == 'epoch': return 0
-    n,unit = re.fullmatch(r'(\d+(?:\.\d+)?) ?(s|min|h)', checkpoint).groups()
-    return float(n)*dict(s=1, min=60, h=3600)[unit]
-
-INTERVAL = Check("'epoch', or the time between two checkpoints such as '10min' or '2h'",
-                 lambda v: interval_seconds(v) >= 0)
-
 def checkpoint_path(learn, file='distrib'):
     "Return the path of a checkpoint; `file` is relative to `learn.path/learn.model_dir`."
     p = Path(file)
@@ -296,25 +286,18 @@ def claimed_file(learn):
     finally: del _claimed[path]
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bba
-def checkpoint_writer(
-    interval # The option `checkpoint`, such as '10min'
-):
-    """Return a function for `Session.on_epoch`: at the end of an epoch it writes a checkpoint if it
-    is time. If that fails, it warns, and tries again after the next epoch. `FitCall.on_event` calls
-    it while the workers train, perhaps in another thread."""
-    last_written = time.monotonic()
+def checkpoint_writer():
+    """Return a function for `Session.on_epoch`: it writes a checkpoint at the end of an epoch. If
+    that fails, it warns, and the next epoch writes one. `FitCall.on_event` calls it while the
+    workers train, perhaps in another thread."""
     def write(fit_call, epoch_end):
-        nonlocal last_written
-        now = time.monotonic()
-        is_due = now-last_written >= interval_seconds(interval)
-        if fit_call.counts_steps or not is_due: return      # an `lr_find` has no checkpoints
+        if fit_call.counts_steps: return        # an `lr_find` has no checkpoints
         learn = fit_call.learn
         try:
             # with the state at the beginning of the fit, in which the learner still is here
             state = SavedGraph.of(learn, fit_call.cbs, epoch_end, fit_call.places)
             write_checkpoint(checkpoint_path(learn), structure_of(learn),
                              [dump_call(fit_call), *state], weights_in(fit_call, epoch_end))
-            last_written = now
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
     return write

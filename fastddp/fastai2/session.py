@@ -23,6 +23,7 @@ from .loaders import check_dl, rows_are_streams, step_sizes
 from .resume import UserCall
 from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
+from ..launch.report import Report
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
@@ -104,7 +105,6 @@ def _for_ranks(self:FitCall):
     sizes = session.global_batch()
     if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
     return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
-                keeps_epochs=session.keeps_epochs,
                 wandb_run=notebook_run(all_cbs(learn, self.cbs)))
 
 # %% ../../nbs/fastai2/727_session.ipynb #d33616bf
@@ -181,14 +181,12 @@ reports = weakref.WeakKeyDictionary()
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """The `Report` of the last call on workers: what would make it faster, and where its time went.
-    None before the first call"""
-    return next(reversed(reports.get(self, ())), None)
-
-@patch(as_prop=True)
-def distrib_reports(self:Learner):
-    "The `Report` of each call of the last block, in order"
-    return [*reports.get(self, ())]
+    """The `Report` of the last block, or of the last call outside of one: where the time went, and
+    what would make it faster. It is that of the longest call; `calls` has all of them, in order"""
+    calls = [*reports.get(self, ())]
+    longest = max(calls, key=lambda o: o.total, default=Report())
+    longest.calls = calls
+    return longest
 
 # %% ../../nbs/fastai2/727_session.ipynb #b1593198
 class Session(BaseSession):
@@ -196,12 +194,11 @@ class Session(BaseSession):
     `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`"""
     def __init__(self, *args,
         model_factory=None, dls_factory=None, # The options of the block
-        keeps_epochs, # True: rank 0 sends its state at the end of each epoch, for a failure
         asked_for, # All options of the block that aren't the defaults, for a resumed fit
         **kwargs
     ):
         super().__init__(*args, **kwargs)
-        store_attr('model_factory,dls_factory,keeps_epochs,asked_for')
+        store_attr('model_factory,dls_factory,asked_for')
         self.reports = []       # the `Report` of each call
         self.applying = threading.RLock()
         self.unchanged = set()  # ids of objects that no fit of the block may change in the notebook
@@ -287,7 +284,7 @@ def _fit(self:Session, user_call, cbs, asked):
 
 @patch
 def keep(self:Session, report):
-    "Keep the `Report` of a call for `learn.distrib_reports`, unless the call was refused."
+    "Keep the `Report` of a call for `learn.distrib_report`, unless the call was refused."
     if not report.phase_ends: return        # there was not even a snapshot
     self.reports.append(report)
     reports[self.learn] = self.reports

@@ -6,28 +6,21 @@
 __all__ = []
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, contextvars, itertools, threading, traceback
+import asyncio, itertools, threading, traceback
 
-from fastcore.basics import patch
-
-from ..base.checks import bind_arguments
-from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
-from ..base.scoped import StopButton, with_context
+from ..base.scoped import StopButton
 from .held_gpus import running_jobs
 from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
 _numbers = itertools.count(1)
-# the job for which `then` makes a call wait; read by `BackgroundJob.__init__` inside that call
-_predecessor = contextvars.ContextVar('fastddp-predecessor', default=None)
 
 class BackgroundJob:
     """A call on the workers in the background. `print(job.log)` shows its output, `job` in a cell
     its display. Its `state`, and what changes it:
 
         'starting'          `start` prepares the call and starts the thread
-        'waiting for ...'   instead, after `then`: until that job has ended, then 'starting'
         'running'           `_on_refresh`: the workers have the job, and `start` returns
         'stopping'          `stop`
         'done', 'stopped' or 'failed'   `_end`: the call has returned, or raised an exception
@@ -45,7 +38,6 @@ class BackgroundJob:
         self.state = 'starting'
         self.learn = learn
         self.gpus = ()              # of the workers; a subclass sets it once they are known
-        self.after = _predecessor.get()     # the job that this one waits for, or None
         self._run = run
         self._button = StopButton()
         self.panel = Panel(self.title, self._on_refresh)
@@ -69,139 +61,85 @@ class BackgroundJob:
         workers have the job"""
         if self.state == 'starting': self._set_state('running')
         self._started.set()
-
-# %% ../../nbs/launch/509_background.ipynb #74511e56
-@patch
-def _end(self:BackgroundJob):
-    """Note that the call has ended, in the thread of the job, or in `start` if there is no
-    thread"""
-    e = self._error
-    with self._ending:
-        if e is None: self._set_state('done')
-        elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
-        elif self._started.is_set(): self._set_state('failed')
-        else: self._set_state('refused')
-        self._started.set()
-        # `result` shows the rest
-        if isinstance(e, Exception):
-            self.panel.write('stderr', f"{type(e).__name__}: {str(e).partition(chr(10))[0]}\n")
-        # in this order: a job that waits for this one begins at `_ended`, and may take its GPUs
-        running_jobs.remove(self)
-        self._ended.set()
-    self.panel.refresh(force=True)
-
-# %% ../../nbs/launch/509_background.ipynb #ef276144
-@patch
-def start(self:BackgroundJob):
-    """Start the thread and return this job, once the workers have it or it waits for another
-    job"""
-    running_jobs.append(self)
-    thread = threading.Thread(target=self._work, name=self.what, daemon=True)
-    try:
-        if not self.after: self._prepare()
-        else: self._set_state(f'waiting for {self.after.what}')
-        self.panel.show()
-        thread.start()
-        if not self.after: self._started.wait()
-    except BaseException:
-        if thread.is_alive(): self.stop()
-        # cleans up; the caller gets the exception, not this job
-        elif not self.done(): self._end()
-        raise
-    if self.state == 'refused': raise self.exception()
-    return self
-
-@patch
-def _work(self:BackgroundJob):
-    "The thread's function: wait for the job before, make the call, note how it ended"
-    apart = streams_apart(self._streams)
-    with self._button.in_thread(), show_in(self.panel), apart as self._streams:
+    def _end(self):
+        """Note that the call has ended, in the thread of the job, or in `start` if there is no
+        thread"""
+        e = self._error
+        with self._ending:
+            if e is None: self._set_state('done')
+            elif isinstance(e, KeyboardInterrupt): self._set_state('stopped')
+            elif self._started.is_set(): self._set_state('failed')
+            else: self._set_state('refused')
+            self._started.set()
+            if isinstance(e, Exception):       # `result` shows the rest
+                first_line = str(e).partition('\n')[0]
+                self.panel.write('stderr', f"{type(e).__name__}: {first_line}\n")
+            # in this order: a call that was waiting for `_ended` may take its GPUs
+            running_jobs.remove(self)
+            self._ended.set()
+        self.panel.refresh(force=True)
+    def start(self):
+        "Start the thread and return this job, once the workers have it"
+        running_jobs.append(self)
+        thread = threading.Thread(target=self._work, name=self.what, daemon=True)
         try:
-            if self.after: self._wait_for_turn()
-            self._value = self._run()
-        except BaseException as e:
-            # its frames hold memory that is shared with the workers
-            traceback.clear_frames(e.__traceback__)
-            self._error = e
-        self._end()
-
-@patch
-def _wait_for_turn(self:BackgroundJob):
-    """Wait until the job `after` has ended, then prepare; raise KeyboardInterrupt if stopped
-    meanwhile"""
-    while not self.after._ended.wait(.1):
-        if self._button.interrupts.count: raise KeyboardInterrupt
-    self.after = None
-    self._set_state('starting')
-    self._prepare()
-
-# %% ../../nbs/launch/509_background.ipynb #574359e6
-@patch
-def done(self:BackgroundJob):
-    "Return True if it has ended"
-    return self._ended.is_set()
-
-@patch
-def stop(self:BackgroundJob):
-    """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
-    call ends it at once"""
-    with self._ending:
-        if not self.done(): self._set_state('stopping')
-    self._button.press()
-
-@patch
-def exception(self:BackgroundJob,
-    timeout=None # Seconds to wait; None: no limit
-):
-    "Wait for its end; return its exception, or None. The learner stays as it is"
-    if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
-    return self._error
-
-@patch
-def result(self:BackgroundJob,
-    timeout=None, # Seconds to wait; None: no limit. Then `TimeoutError`
-    **kwargs # For a fit: `into`, a learner that gets the result, and `force`, see `pull`
-):
-    """Wait for its end and put what it has trained into the learner. Returns what the call
-    returns, None after `stop()`; raises what the call raises"""
-    bind_arguments(self.bring, (), kwargs, " result() passes its keywords on to it.")
-    error = self.exception(timeout)
-    if self._brought and kwargs:
-        raise CantDistribute(f"{self.title()}: result() has already put what was trained into "
-                             "a learner; call it without keywords.")
-    if not self._brought: self.bring(**kwargs)
-    self._brought = True
-    if isinstance(error, KeyboardInterrupt): return None
-    if error is not None: raise error
-    return self._value
-
-# %% ../../nbs/launch/509_background.ipynb #7f2dd01f
-@patch
-def __await__(self:BackgroundJob):
-    async def wait():
-        while not self.done(): await asyncio.sleep(.1)
-        return self.result()
-    return wait().__await__()
-
-@patch
-def then(self:BackgroundJob,
-    call, # Makes a job, such as `other.distrib_fit_one_cycle`
-    *args, **kwargs # Its arguments; `wait=False` is added
-):
-    """Return the job of `call(*args, wait=False, **kwargs)`, which begins when this one has
-    ended, in whatever state. Its snapshot is taken now"""
-    with with_context(_predecessor, self): return call(*args, wait=False, **kwargs)
-
-# %% ../../nbs/launch/509_background.ipynb #00416ccc
-@patch(as_prop=True)
-def log(self:BackgroundJob):
-    "All of its output, as text"
-    return self.panel.text
-
-@patch
-def __repr__(self:BackgroundJob): return self.title()
-
-@patch
-def _ipython_display_(self:BackgroundJob):
-    if frontend() != 'notebook': print_line(repr(self))
-    else: self.panel.show_unless_in_this_cell()
+            self._prepare()
+            self.panel.show()
+            thread.start()
+            self._started.wait()
+        except BaseException:
+            if thread.is_alive(): self.stop()
+            # cleans up; the caller gets the exception, not this job
+            elif not self.done(): self._end()
+            raise
+        if self.state == 'refused': raise self.exception()
+        return self
+    def _work(self):
+        "The thread's function: make the call, note how it ended"
+        apart = streams_apart(self._streams)
+        with self._button.in_thread(), show_in(self.panel), apart as self._streams:
+            try: self._value = self._run()
+            except BaseException as e:
+                # its frames hold memory that is shared with the workers
+                traceback.clear_frames(e.__traceback__)
+                self._error = e
+            self._end()
+    def done(self):
+        "Return True if it has ended"
+        return self._ended.is_set()
+    def stop(self):
+        """Stop it as the stop button stops a cell: after the batch at hand, which is kept. A second
+        call ends it at once"""
+        with self._ending:
+            if not self.done(): self._set_state('stopping')
+        self._button.press()
+    def exception(self,
+        timeout=None # Seconds to wait; None: no limit
+    ):
+        "Wait for its end; return its exception, or None. The learner stays as it is"
+        if not self._ended.wait(timeout): raise TimeoutError(f"{self.title()}: not done yet")
+        return self._error
+    def result(self,
+        timeout=None # Seconds to wait; None: no limit. Then `TimeoutError`
+    ):
+        """Wait for its end and put what it has trained into the learner. Returns what the call
+        returns, None after `stop()`; raises what the call raises"""
+        error = self.exception(timeout)
+        if not self._brought: self.bring()
+        self._brought = True
+        if isinstance(error, KeyboardInterrupt): return None
+        if error is not None: raise error
+        return self._value
+    def __await__(self):
+        async def wait():
+            while not self.done(): await asyncio.sleep(.1)
+            return self.result()
+        return wait().__await__()
+    @property
+    def log(self):
+        "All of its output, as text"
+        return self.panel.text
+    def __repr__(self): return self.title()
+    def _ipython_display_(self):
+        if frontend() != 'notebook': print_line(repr(self))
+        else: self.panel.show_unless_in_this_cell()

@@ -11,7 +11,8 @@ import ast, contextlib, functools, os, sys, threading
 from fastcore.basics import store_attr
 
 from ..base import group
-from ..base.checks import FLAG, Check, bind_arguments, check_all, closest_name, is_whole, whole
+from ..base.checks import (
+    FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_whole, whole)
 from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
@@ -134,7 +135,7 @@ def _run(job, nprocs,
     if out.interrupted: raise KeyboardInterrupt
     return out.results
 
-def _run_as_rank(rank, nprocs, fn, args, kwargs, ctx, store, make_job):
+def _run_as_rank(rank, nprocs, fn, args, kwargs, ctx, store, make_job, see):
     """Call the function in this process as `rank`, and run the job that `make_job` returns on
     workers for the other ranks; return and raise as `_run`"""
     def call():
@@ -143,7 +144,7 @@ def _run_as_rank(rank, nprocs, fn, args, kwargs, ctx, store, make_job):
     where = f"in {getattr(fn, '__name__', 'the function')}"
     engine = functools.partial(CallerIsRank, rank, call, around, where)
     if nprocs == 1: return [engine().run_alone()]
-    return _run(make_job(), nprocs, (), engine)
+    return _run(make_job(), nprocs, see, engine)
 
 # %% ../../nbs/launch/514_functions.ipynb #08f47335
 CHECKS = dict(
@@ -153,6 +154,7 @@ CHECKS = dict(
     ctx=Check("a context manager, such as TorchDDPCtx()",
               lambda v: v is None or hasattr(type(v), '__enter__')),
     wait=FLAG,
+    see=SEE,
     need=Check("names of notebook objects in one string, such as 'x, y'",
                lambda v: isinstance(v, str)))
 
@@ -190,6 +192,7 @@ def ranch(
     need="", # Names of notebook objects to send; objects that `fn` refers to are sent anyway
     imports="", # Import statements, run in `__main__`
     wait=True, # False: return a job, whose `result()` returns this; with `caller_rank=None`
+    see=None, # Workers whose output is shown, such as (1,2), or 'all'. None: see `caller_rank`
     **kwargs # Keyword arguments of `fn`
 ):
     """Call `fn` in `nprocs` processes, each with `LOCAL_RANK` and `LOCAL_WORLD_SIZE` in its
@@ -197,7 +200,8 @@ def ranch(
     another thread than the main one, all are workers. Raises `CantDistribute` for wrong arguments,
     before anything is started, `RankRaised` or `RankDied` if a worker fails, and what `fn` raises
     in this process as it is"""
-    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait)
+    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait,
+                see=() if see is None else see)
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
     if is_rank: _check_no_group()
@@ -216,8 +220,9 @@ def ranch(
                     sends='all' if gather else caller_rank))
             if is_rank:
                 global_imports(imports)
-                results = _run_as_rank(caller_rank, nprocs, fn, args, kwargs, ctx, store, make_job)
-            else: results = _run(make_job(), nprocs, (caller_rank or 0,))
+                results = _run_as_rank(caller_rank, nprocs, fn, args, kwargs, ctx, store, make_job,
+                                       () if see is None else see)
+            else: results = _run(make_job(), nprocs, (caller_rank or 0,) if see is None else see)
         if gather: return results
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()
@@ -399,8 +404,8 @@ def in_torchddp(
     imports="", # As for `ranch`
     **kwargs # Keyword arguments of `fn`
 ):
-    """Call `fn` on all ranks of a process group, of which this process is one, and return its
-    result here; raises as `ranch` does"""
+    """Call `fn` on all ranks of a process group, of which this process is one. Returns one value,
+    what `fn` returns on `caller_rank`, not a list as `ranch`; raises as `ranch` does"""
     check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu)

@@ -54,8 +54,8 @@ def refuse_gpus_of_jobs(gpus):
     for job in [*running_jobs]:
         shared = _shared_gpus(gpus, job.gpus)
         if shared:
-            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, wait for "
-                                 "job.result(), or queue with job.then(...).")
+            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, or wait for "
+                                 "job.result().")
     _refuse_reserved(gpus, lambda holder: holder is None)
 
 def refuse_gpus_of_others(gpus, learn=None):

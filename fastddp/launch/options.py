@@ -9,8 +9,6 @@ __all__ = []
 import inspect, os, re, sys, warnings
 from contextlib import contextmanager
 
-from fastcore.basics import patch
-
 from ..base import group
 from ..base.checks import (
     FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_list, is_whole, number, whole)
@@ -68,11 +66,11 @@ CHECKS = dict(
     see=SEE,
     see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
-    keep=Check("'epoch' or 'end'", lambda v: isinstance(v, str) and v in ('epoch','end')),
     timeout=number("a number of seconds without a training step before termination, above 0; "
                    "None: no limit", optional=True),
     wait=FLAG,
-    offload=FLAG)
+    checkpoint=Check("'epoch', to save after each epoch",
+                     lambda v: v is None or isinstance(v, str) and v == 'epoch'))
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
 # Names of methods and attributes
@@ -148,14 +146,14 @@ class Options:
         distrib_ctx     `checked` checks the values of the options"""
     def __init__(self,
         ctx, # `Learner.distrib_ctx`
-        ignored=(), # Accepted for code written for others, without effect; shown nowhere else
         extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
         unsupported={} # Names that other tools have -> why they are missing here
     ):
-        params = {k:p for k,p in inspect.signature(ctx).parameters.items() if k != 'self'}
-        self.params = {k:p for k,p in params.items() if k not in ignored}       # they are shown
+        # a `**kwargs` that passes nothing on is not shown
+        self.params = {k:p for k,p in inspect.signature(ctx).parameters.items()
+                       if k != 'self' and (extra_checks or p.kind != p.VAR_KEYWORD)}
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
-        self.accepted = {*self.defaults, *ignored, *extra_checks}
+        self.accepted = {*self.defaults, *extra_checks}
         self.comments = comments_of(ctx)
         self.module = ctx.__module__
         self.extra_checks = extra_checks
@@ -164,6 +162,90 @@ class Options:
     def non_defaults(self, given):
         "Return those of `given` that differ from the defaults"
         return {k:v for k,v in given.items() if v != self.defaults.get(k)}
+    def checked(self,
+        values, # Name -> value, of the options and other names
+        extra={}, # The `**kwargs` of the method
+        internal=() # Names in `extra` that users don't give
+    ):
+        "Return the options among `values`, and `extra`; refuse a wrong name or value"
+        given = {k:values[k] for k in self.defaults} | extra
+        for k in extra:
+            if k not in self.extra_checks and k not in internal: self.refuse_name(k)
+        check_all(given, self.checks)
+        # arrays can't be compared
+        return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}
+    def refuse_name(self, name, of='distrib_ctx', own=()):
+        """Raise `CantDistribute` for an option or argument that the method `of`, with arguments
+        `own`, doesn't have"""
+        if name in self.unsupported:
+            raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
+        if name in _OF_LEARNER:
+            raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
+        if name in _OF_LOADERS:
+            raise CantDistribute(f"No option {name}. Each worker takes batches of the loaders' own "
+                                 "size: set it where you make them, or divide their batches among "
+                                 "the workers with batch='global'.")
+        known = [*own, *self.defaults]
+        likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
+        if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
+        passed_on = ', '.join(self.extra_checks)
+        if passed_on: passed_on = f", and passes on to DistributedDataParallel: {passed_on}"
+        raise CantDistribute(f"No option {name}. {of} has {', '.join(known)}{passed_on}.")
+    def check_call(self, cls, name, args, kwargs):
+        "Raise `CantDistribute` for arguments that the method `name` of `cls` and of its bases lack"
+        method = getattr(cls, name)
+        own = _arguments_with_bases(cls, name)
+        has_var_kwargs = inspect.getfullargspec(method).varkw
+        for k in kwargs:
+            if k in own or has_var_kwargs and k in _OF_LEARNER: continue
+            likely = closest_name(k, [*own, *self.defaults], _ALIASES)
+            if likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs: self.refuse_name(k, name, own)
+        bind_arguments(method, (None, *args), kwargs)
+    def pop_from(self, learn, name, args, kwargs):
+        """Take the options out of `kwargs` and return them. Raises `CantDistribute` if
+        `learn.name(*args, **kwargs)` can't be called then, or has an argument named as an option"""
+        check_method(learn, name)
+        own = inspect.signature(getattr(type(learn), name)).parameters
+        in_both = kwargs.keys() & self.accepted & own.keys()
+        if in_both:
+            k = min(in_both)
+            raise CantDistribute(
+                f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
+                f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
+                f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
+        options = {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
+        self.check_call(type(learn), name, args, kwargs)
+        return options
+    def _docstring(self, text, intro, params, returns, *more):
+        "Return a docstring that lists `params` and the errors"
+        about = inspect.cleandoc(text or '')
+        listed = f"{intro}\n{list_params(params, self.comments)}"
+        return '\n\n'.join([about, listed, returns, RAISES, *more])
+    def add_to_docstring(self, f, *more):
+        "List the options and errors in the docstring of `f`, which takes the options"
+        f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
+    def add_method(self,
+        cls, # fastai's `Learner`; its `distrib` makes the call
+        name, # The method to run on workers
+        *afterwards, # The end of its docstring: what the learner holds after a failure, say
+        without=() # Options that do nothing for it
+    ):
+        "Give `cls` the method `distrib_{name}`: `name` with options behind its own arguments"
+        wrapped = getattr(cls, name)
+        shown = [p for k,p in self.params.items() if k not in without]
+        def run_on_workers(learn, /, *args, **kwargs): return learn.distrib(name, *args, **kwargs)
+        own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
+        behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
+        run_on_workers.__signature__ = inspect.Signature([*own, *behind])
+        run_on_workers.__name__ = f'distrib_{name}'
+        run_on_workers.__qualname__ = f'{cls.__name__}.distrib_{name}'
+        run_on_workers.__module__ = self.module
+        about = f"Run `{name}` on workers, one per GPU. {wrapped.__doc__ or ''}".rstrip()
+        run_on_workers.__doc__ = self._docstring(
+            about, f"Options, after the arguments of `{name}`:", shown,
+            f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
+            *afterwards)
+        setattr(cls, run_on_workers.__name__, run_on_workers)
 
 # %% ../../nbs/launch/508_options.ipynb #ec78b7f0
 # Names in other tools -> ours
@@ -174,74 +256,11 @@ _ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs
 _OF_LEARNER = 'metrics','loss_func'     # attributes, which some take for arguments of `fit`
 _OF_LOADERS = 'bs','batch_size'
 
-@patch
-def checked(self:Options,
-    values, # Name -> value, of the options and other names
-    extra={}, # The `**kwargs` of the method
-    internal=() # Names in `extra` that users don't give
-):
-    "Return the options among `values`, and `extra`; refuse a wrong name or value"
-    given = {k:values[k] for k in self.defaults} | extra
-    for k in extra:
-        if k not in self.extra_checks and k not in internal: self.refuse_name(k)
-    check_all(given, self.checks)
-    # arrays can't be compared
-    return {k:v.tolist() if hasattr(v, 'tolist') else v for k,v in given.items()}
-
-@patch
-def refuse_name(self:Options, name, of='distrib_ctx', own=()):
-    """Raise `CantDistribute` for an option or argument that the method `of`, with arguments
-    `own`, doesn't have"""
-    if name in self.unsupported:
-        raise CantDistribute(f"No option {name}. {self.unsupported[name]}")
-    if name in _OF_LEARNER:
-        raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
-    if name in _OF_LOADERS:
-        raise CantDistribute(f"No option {name}. Each worker takes batches of the loaders' own "
-                             "size: set it where you make them, or divide their batches among "
-                             "the workers with batch='global'.")
-    known = [*own, *self.defaults]
-    likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
-    if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
-    passed_on = ', '.join(self.extra_checks)
-    if passed_on: passed_on = f", and passes on to DistributedDataParallel: {passed_on}"
-    raise CantDistribute(f"No option {name}. {of} has {', '.join(known)}{passed_on}.")
-
 # %% ../../nbs/launch/508_options.ipynb #586cbe10
 def _arguments_with_bases(cls, name):
     "Return the names of the arguments of method `name`, in `cls` and its bases"
     methods = [vars(c)[name] for c in cls.__mro__ if callable(vars(c).get(name))]
     return [k for f in methods for k in inspect.signature(f).parameters if k != 'self']
-
-@patch
-def check_call(self:Options, cls, name, args, kwargs):
-    "Raise `CantDistribute` for arguments that the method `name` of `cls` and of its bases lack"
-    method = getattr(cls, name)
-    own = _arguments_with_bases(cls, name)
-    has_var_kwargs = inspect.getfullargspec(method).varkw
-    for k in kwargs:
-        if k in own or has_var_kwargs and k in _OF_LEARNER: continue
-        likely = closest_name(k, [*own, *self.defaults], _ALIASES)
-        if likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs:
-            self.refuse_name(k, name, own)
-    bind_arguments(method, (None, *args), kwargs)
-
-@patch
-def pop_from(self:Options, learn, name, args, kwargs):
-    """Take the options out of `kwargs` and return them. Raises `CantDistribute` if
-    `learn.name(*args, **kwargs)` can't be called then, or has an argument named as an option"""
-    check_method(learn, name)
-    own = inspect.signature(getattr(type(learn), name)).parameters
-    in_both = kwargs.keys() & self.accepted & own.keys()
-    if in_both:
-        k = min(in_both)
-        raise CantDistribute(
-            f"{k}={kwargs[k]!r}: both `{name}` and `distrib_ctx` have an argument {k}. `with "
-            f"learn.distrib_ctx(...): learn.{name}({k}=...)` gives it to the method, `with "
-            f"learn.distrib_ctx({k}=...): learn.{name}(...)` to the workers.")
-    options = {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
-    self.check_call(type(learn), name, args, kwargs)
-    return options
 
 # %% ../../nbs/launch/508_options.ipynb #9977bfdd
 RAISES = """Raises
@@ -253,42 +272,6 @@ RAISES = """Raises
 
 ITEMS = """The last line shows items/s: training items of all workers per second, without start and
 validation."""
-
-@patch
-def _docstring(self:Options, text, intro, params, returns, *more):
-    "Return a docstring that lists `params` and the errors"
-    about = inspect.cleandoc(text or '')
-    listed = f"{intro}\n{list_params(params, self.comments)}"
-    return '\n\n'.join([about, listed, returns, RAISES, *more])
-
-@patch
-def add_to_docstring(self:Options, f, *more):
-    "List the options and errors in the docstring of `f`, which takes the options"
-    f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
-
-@patch
-def add_method(self:Options,
-    cls, # fastai's `Learner`; its `distrib` makes the call
-    name, # The method to run on workers
-    *afterwards, # The end of its docstring: what the learner holds after a failure, say
-    without=() # Options that do nothing for it
-):
-    "Give `cls` the method `distrib_{name}`: `name` with options behind its own arguments"
-    wrapped = getattr(cls, name)
-    shown = [p for k,p in self.params.items() if k not in without]
-    def run_on_workers(learn, /, *args, **kwargs): return learn.distrib(name, *args, **kwargs)
-    own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
-    behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
-    run_on_workers.__signature__ = inspect.Signature([*own, *behind])
-    run_on_workers.__name__ = f'distrib_{name}'
-    run_on_workers.__qualname__ = f'{cls.__name__}.distrib_{name}'
-    run_on_workers.__module__ = self.module
-    about = f"Run `{name}` on workers, one per GPU. {wrapped.__doc__ or ''}".rstrip()
-    run_on_workers.__doc__ = self._docstring(
-        about, f"Options, after the arguments of `{name}`:", shown,
-        f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
-        *afterwards)
-    setattr(cls, run_on_workers.__name__, run_on_workers)
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
 # Workers and GPUs

@@ -10,8 +10,6 @@ import html, math, time
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
-from fastcore.basics import patch
-
 from ..output.replay import several
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
@@ -44,7 +42,8 @@ _SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number 
 #   slow       for batches that took much longer than others; slowest: (seconds, epoch, batch)
 #   starts     for the first batches of phases, beyond what as many other batches took
 # In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
-# threads, loaders (processes), cores (its share of the machine's). Also metrics (names), on_gpu.
+# threads, loaders (processes), cores (its share of the machine's), sizes (the smallest and largest
+# batch, in elements per item). Also metrics (names), on_gpu.
 class FitNumbers(NamedTuple):
     "The measurements of one call on the workers, from which advice is computed"
     seconds:float       # Duration of the whole call
@@ -122,6 +121,8 @@ def exchange_advice(fit):
                   "(GradientAccumulation), or compress them (comm_hook=bf16_compress_hook).")
 
 # %% ../../nbs/launch/504_report.ipynb #7c2680d5
+_UNEQUAL = 1.2      # times as large: batches up to this count as of one size
+
 def uneven_advice(fit):
     "Return the `Advice` for time that ranks wait for others that compute; None without such a rank"
     if fit.n == 1 or fit.has_small_steps: return None
@@ -133,13 +134,18 @@ def uneven_advice(fit):
     wait = f"{fit.share(lost)} of the time workers wait for others"
     slowest_rank = max(waited, key=lambda rank: waited[rank].total())
     by_epoch = waited[slowest_rank]
+    where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
     if by_epoch.total() < .8*sum(o.total() for o in waited.values()):
-        return Advice('sizes', lost, f"{wait}, in turn, because their items differ in size: sort "
-                      "them by length (SortedDL), or cut the longest ones.")
+        least,most = min(r['sizes'][0] for r in fit.ranks),max(r['sizes'][1] for r in fit.ranks)
+        if most > _UNEQUAL*least:
+            return Advice('sizes', lost, f"{wait}, in turn, and items of one batch are up to "
+                          f"{most/max(least, 1):.1f} times as large as of another: sort them by "
+                          "length (SortedDL), or cut the longest ones.")
+        return Advice('turns', lost, f"{wait}, in turn, though all batches are of one size: look "
+                      f"for other programs on the {where}.")
     # the first epoch that counts: less than a quarter of the worst one is chance
     first = min(epoch for epoch,secs in by_epoch.items() if secs >= max(by_epoch.values())/4)
     since = f" since epoch {first}" if first else ''
-    where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
     return Advice('rank', lost, f"{wait}, for worker {slowest_rank}{since}: look for another "
                   f"program on its {where}, or leave it out.")
 
@@ -247,29 +253,99 @@ PARTS = {'data': Part("waiting for data",'#d9822b'), 'forward': Part("forward",'
          'metrics': Part("metrics",'#3a9d8f'), 'callbacks': Part("callbacks",'#87a330'),
          'validation': Part("validation",'#5ba3b5'), 'other': Part("all else",'#8a8f98')}
 
-def bars_html(
-    bars # For each rank: kind of time -> seconds
+class Bars(list):
+    "For each rank: kind of time -> seconds. As HTML: two columns, ranks and bars, above a scale"
+    def text(self):
+        return [f"  rank {r}: {', '.join(f'{PARTS[k].meaning} {s:.2f} s' for k,s in bar.items())}"
+                for r,bar in enumerate(self)]
+    def html(self):
+        longest = max((sum(bar.values()) for bar in self), default=0.)
+        if not longest: return ''
+        kinds = [(k,part) for k,part in PARTS.items() if any(k in bar for bar in self)]
+        res = ['<div style="display:grid;grid-template-columns:60px 1fr;row-gap:4px">']
+        for r,bar in enumerate(self):
+            boxes = [f'<div title="{PARTS[k].meaning}: {secs:.2f} s" style="height:20px;'
+                     f'background:{PARTS[k].colour};width:{100*secs/longest:.1f}%"></div>'
+                     for k,secs in bar.items()]
+            res.append(f'<span>rank {r}</span><div style="display:flex">{"".join(boxes)}</div>')
+        ticks = [f'<span>{longest*i/4:.{longest < 10:d}f} s</span>' for i in range(5)]
+        res.append('<span></span><div style="display:flex;justify-content:space-between;'
+                   f'border-top:1px solid">{"".join(ticks)}</div></div>')
+        res += [f'<span style="color:{o.colour}">&#9632;</span> {o.meaning} &nbsp; '
+                for _,o in kinds]
+        return ''.join(res)
+
+# %% ../../nbs/launch/504_report.ipynb #5a0c0002
+class Bold(str): "A sentence that matters most"
+
+def _aligned(column):
+    "Return the cells of a column in equal width; numbers below a heading are to the right"
+    width = max(map(len, column))
+    is_number = all(o[:1].isdigit() or o in ('','-') for o in column[1:])
+    return [o.rjust(width) if is_number else o.ljust(width) for o in column]
+
+def as_text(
+    parts # Each a `str`, a list of rows, which are tuples of one length, or `Bars`
 ):
-    "Return HTML with a stacked bar for each rank, and the meaning of its colours"
+    "Return `parts` as text"
+    lines = []
+    for o in parts:
+        if isinstance(o, str): lines.append(o)
+        elif isinstance(o, Bars): lines += o.text()
+        else:
+            rows = zip(*map(_aligned, zip(*o)))
+            lines += [f"  {'  '.join(row)}".rstrip() for row in rows]
+    return '\n'.join(lines)
+
+def as_html(parts):
+    "Return what `as_text` does as HTML"
     res = []
-    longest = max((sum(b.values()) for b in bars), default=0.)
-    for r,bar in enumerate(bars):
-        res.append('<div style="display:flex;height:20px;margin:3px 0">'
-                   f'<span style="flex:0 0 60px">rank {r}</span>')
-        for k,secs in bar.items():
-            meaning,colour = PARTS[k]
-            res.append(f'<div title="{meaning}: {secs:.2f} s" style="background:{colour};'
-                       f'width:{90*secs/longest:.1f}%"></div>')
-        res.append('</div>')
-    for k,(meaning,colour) in PARTS.items():
-        if any(k in bar for bar in bars):
-            res.append(f'<span style="color:{colour}">&#9632;</span> {meaning} &nbsp; ')
-    return ''.join(res)
+    for o in parts:
+        if isinstance(o, Bars): res.append(o.html())
+        elif isinstance(o, Bold): res.append(f'<b>{html.escape(o)}</b><br>')
+        elif isinstance(o, str): res.append(f'{html.escape(o)}<br>')
+        else:
+            rows = [''.join(f'<td style="text-align:left">{html.escape(v)}</td>' for v in row)
+                    for row in o]
+            res.append(f'<table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>')
+    return f'<div style="max-width:720px;line-height:1.5">{"".join(res)}</div>'
+
+class Shown:
+    "An object that shows itself, by `parts()`"
+    def __repr__(self): return as_text(self.parts())
+    def _repr_html_(self): return as_html(self.parts())
+    __str__ = __repr__
+
+# %% ../../nbs/launch/504_report.ipynb #5a0c0005
+def cores_of(ranks):
+    "Return the number of CPU cores of all machines that the ranks run on"
+    return round(sum(r['cores'] for r in ranks)) or visible_cores()
+
+def bars_of(ranks):
+    "Return the `Bars` of ranks, kinds of time in the order of `PARTS`"
+    each = [r['seconds'] | dict(waiting=sum(r['waits'].values())) for r in ranks]
+    return Bars({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0} for secs in each)
+
+def facts_of(report):
+    "Return phrases about bytes that were sent, memory, and the load of the cores"
+    ranks,res = report.ranks,[]
+    if report.sent_bytes: res.append(f"{format_bytes(report.sent_bytes)} sent to the workers")
+    if report.state_bytes: res.append(f"{format_bytes(report.state_bytes)} of state sent back")
+    if not ranks: return res
+    rank0_seconds = max(sum(bars_of(ranks)[0].values()), 1e-9)
+    busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in ranks)
+    if grads := ranks[0]['grads']: res.append(f"{format_bytes(grads)} of gradients per step")
+    res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}",
+            f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"]
+    if ranks[0]['on_gpu']:
+        res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")
+    return res
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
-class Report:
+class Report(Shown):
     """Where the time of one call on the workers went, and what would make it faster, as text and
     bars. The first phase begins when the report is made"""
+    calls = ()      # the reports of all calls of the block, in order, if it is that of the longest
     def __init__(self, what=''): # What was called, such as 'fit'
         self.what = what
         self.began = time.time()
@@ -292,94 +368,41 @@ class Report:
         for module,seconds,_ in imports:
             library = module.partition('.')[0]
             self.imports[library] = self.imports.get(library, 0.)+seconds
-
-# %% ../../nbs/launch/504_report.ipynb #45426222
-@patch(as_prop=True)
-def imported(self:Report):
-    "The libraries that took long to import, as text"
-    least = sum(self.imports.values())/10
-    return ', '.join(k for k,secs in self.imports.items() if secs >= least)
-
-@patch(as_prop=True)
-def cores(self:Report):
-    "The number of CPU cores of all machines that the ranks run on"
-    return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
-
-@patch(as_prop=True)
-def phases(self:Report):
-    "As `phase_seconds`"
-    return phase_seconds(self.began, self.phase_ends)
-
-@patch(as_prop=True)
-def total(self:Report): return sum(self.phases.values())       # seconds
-
-@patch(as_prop=True)
-def advice(self:Report):
-    "What would make the call faster: at most three `Advice`, the one that saves most first"
-    first_batch_at = self.result.get('first_batch_at')
-    if not self.ranks or first_batch_at is None: return []
-    return advice_for(FitNumbers(self.total, first_batch_at-self.began, self.cores,
-                                 self.result['epochs'], self.result['steps'], self.ranks))
-
-# %% ../../nbs/launch/504_report.ipynb #7b994f55
-@patch
-def bars(self:Report):
-    "Return for each rank: kind of time -> seconds, in the order of `PARTS`"
-    res = []
-    for r in self.ranks:
-        secs = r['seconds'] | dict(waiting=sum(r['waits'].values()))
-        res.append({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0})
-    return res
-
-@patch
-def facts(self:Report):
-    "Return phrases about bytes that were sent, memory, and the load of the cores"
-    res = [f"{format_bytes(self.sent_bytes)} sent to the workers"] if self.sent_bytes else []
-    if self.state_bytes: res.append(f"{format_bytes(self.state_bytes)} of state sent back")
-    if not self.ranks: return res
-    rank0_seconds = max(sum(self.bars()[0].values()), 1e-9)
-    busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in self.ranks)
-    if grads := self.ranks[0]['grads']:
-        res.append(f"{format_bytes(grads)} of gradients per step")
-    res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in self.ranks)}",
-            f"{busy_cores} cores busy per worker, of {self.cores}"]
-    if self.ranks[0]['on_gpu']:
-        res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in self.ranks)}")
-    return res
-
-# %% ../../nbs/launch/504_report.ipynb #9545c9c7
-@patch
-def to_dict(self:Report):
-    "Return all of it as plain values, which `json` can write"
-    ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
-    return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.sent_bytes,
-                state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
-
-@patch
-def headlines(self:Report):
-    "Return what was called with its seconds, then the sentences of the advice"
-    first = f"{self.what or 'call'}: {self.total:.2f} s"
-    if secs := self.phases.get('import'):
-        first += f", of which each worker imported {self.imported} for {secs:.2f} s"
-    return [first, *(o.text for o in self.advice)]
-
-@patch
-def __repr__(self:Report):
-    lines = self.headlines()
-    for phase,secs in self.phases.items():
-        lines.append(f"  {phase:<12}{secs:>8.3f} s  {PHASES.get(phase, '')}".rstrip())
-    for r,bar in enumerate(self.bars()):
-        parts = [f"{PARTS[k].meaning} {secs:.2f} s" for k,secs in bar.items()]
-        lines.append(f"  rank {r}: {', '.join(parts)}")
-    lines += [f"  {fact}" for fact in self.facts()]
-    return '\n'.join(lines)
-
-@patch
-def _repr_html_(self:Report):
-    phases = [f"{k} {secs:.1f} s" for k,secs in self.phases.items()]
-    text = [html.escape(o) for o in (*self.headlines(), ', '.join(phases), *self.facts())]
-    return ('<div style="max-width:720px;line-height:1.5">'
-            f'{"<br>".join(text)}{bars_html(self.bars())}</div>')
+    @property
+    def imported(self):
+        "The libraries that took long to import, as text"
+        least = sum(self.imports.values())/10
+        return ', '.join(k for k,secs in self.imports.items() if secs >= least)
+    @property
+    def phases(self): return phase_seconds(self.began, self.phase_ends)
+    @property
+    def total(self): return sum(self.phases.values())       # seconds
+    @property
+    def advice(self):
+        "What would make the call faster: at most three `Advice`, the one that saves most first"
+        first_batch_at = self.result.get('first_batch_at')
+        if not self.ranks or first_batch_at is None: return []
+        return advice_for(FitNumbers(self.total, first_batch_at-self.began, cores_of(self.ranks),
+                                     self.result['epochs'], self.result['steps'], self.ranks))
+    def first_advice(self): return self.advice[0].text if self.advice else ''
+    def to_dict(self):
+        "Return all of it as plain values, which `json` can write"
+        ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
+        return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.sent_bytes,
+                    state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
+    def parts(self):
+        if not self.phase_ends: return ["Nothing ran on workers yet: call learn.distrib_fit(1)."]
+        res = []
+        if len(self.calls) > 1:
+            by_length = sorted(self.calls, key=lambda o: -o.total)
+            res += [f"{len(by_length)} calls: {sum(o.total for o in by_length):.2f} s",
+                    [(f"{o.total:.2f} s", o.what, o.first_advice()) for o in by_length]]
+        first = f"{self.what or 'call'}: {self.total:.2f} s"
+        if secs := self.phases.get('import'):
+            first += f", of which each worker imported {self.imported} for {secs:.2f} s"
+        phases = [(k, f"{secs:.3f} s", PHASES.get(k, '')) for k,secs in self.phases.items()]
+        return [*res, first, *(Bold(o.text) for o in self.advice), phases, bars_of(self.ranks),
+                *(f"  {o}" for o in facts_of(self))]
 
 # %% ../../nbs/launch/504_report.ipynb #befec04e
 def banner_line(
@@ -422,7 +445,7 @@ def summary_line(
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37
 _LEAST_SHARE_PRINTED = .3   # of the call
-_LEAST_PRINTED = 5.         # seconds
+_LEAST_PRINTED = 2.         # seconds
 _printed_causes = set()     # `Advice.cause` of each line that this process has printed
 
 def advice_line(report):

@@ -138,8 +138,7 @@ _in_worker = False      # True in a worker, and in the helper
 def start_method():
     "Return how workers start: 'forkserver' with the helper, or 'spawn' without"
     # On macOS, a process that is forked after its system libraries were loaded may crash.
-    if _is_helper_off or not sys.platform.startswith('linux'): return 'spawn'
-    return 'spawn' if os.environ.get('FASTDDP_PRELOAD') == '0' else 'forkserver'
+    return 'spawn' if _is_helper_off or not sys.platform.startswith('linux') else 'forkserver'
 
 def turn_off_helper(
     why # The reason, which begins the sentence of the warning
@@ -148,8 +147,7 @@ def turn_off_helper(
     global _is_helper_off
     if _is_helper_off: return
     _is_helper_off = True
-    warnings.warn(f"fastddp: {why}, so workers start by spawn, which takes seconds "
-                  "(FASTDDP_PRELOAD=0 does it without this line).")
+    warnings.warn(f"fastddp: {why}, so workers start by spawn, which takes seconds.")
 
 # %% ../../nbs/process/404_helper.ipynb #1da4c541
 _preload = ['fastddp.process.workers']      # what every helper imports

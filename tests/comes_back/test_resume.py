@@ -76,29 +76,6 @@ def test_goes_on(cut, tmp_path, undisturbed):
     with pytest.raises(CantDistribute, match='Nothing to resume'): learn.distrib_resume()
 
 
-@pytest.mark.parametrize('cut', ['exception', 'interrupt in an epoch'])
-def test_nothing_is_kept_before_the_end(cut, tmp_path, undisturbed):
-    "The learner is unchanged after a failure, and the fit begins anew"
-    *fault, raised, _, _ = CUTS[cut]
-    learn = learner(tmp_path, *fault)
-    before = [p.tolist() for p in learn.model.parameters()]
-    with pytest.raises(raised, match='learn is unchanged' if raised is RankRaised else None): train(learn, keep='end')
-    if raised is RankRaised:
-        assert before == [p.tolist() for p in learn.model.parameters()] and not learn.recorder.values
-    learn.distrib_resume()
-    assert history(learn) == undisturbed
-
-
-def test_a_fit_that_keeps_nothing_before_its_end(tmp_path, undisturbed):
-    learn = learner(tmp_path)
-    train(learn, keep='end')
-    assert {**history(learn), 'written': 0} == {**undisturbed, 'written': 0}
-    for more in dict(restarts=1), dict(checkpoint='epoch'):
-        with pytest.raises(CantDistribute, match=f"keep='end' keeps nothing .* {min(more)}="):
-            train(learn, keep='end', **more)
-    with pytest.raises(CantDistribute, match="'epoch' or 'end'"): train(learn, keep='all')
-
-
 class Predicts(Callback):
     "Predicts on all ranks at the end of each epoch"
     order = 70

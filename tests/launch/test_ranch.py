@@ -561,3 +561,16 @@ def test_interrupt_while_workers_end(caller, monkeypatch):
     monkeypatch.setattr(workers, 'remove_folder', remove)
     with pytest.raises(KeyboardInterrupt): ranch(2, me, caller_rank=caller)
     assert freed
+
+
+def says(): print(f"rank {os.environ['LOCAL_RANK']} is here")
+
+
+@pytest.mark.parametrize('caller,see,seen', [
+    (0, (2,), [0, 2]), (0, None, [0]), (None, 'all', [0, 1, 2]), (None, None, [0])])
+def test_whose_output_is_shown(caller, see, seen, capsys):
+    "The caller's own, and that of the workers that are asked for"
+    ranch(3, says, caller_rank=caller, see=see)
+    out = capsys.readouterr().out
+    assert [r for r in range(3) if f'rank {r} is here' in out] == seen
+    with pytest.raises(CantDistribute, match='the ranks whose output is shown'): ranch(2, says, see=1)

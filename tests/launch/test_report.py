@@ -1,6 +1,6 @@
 """What a fit says about where its time went."""
 import json, sys, time
-import numpy as np, pytest
+import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.base.board import Board
@@ -21,15 +21,15 @@ STEPS = ['ship', 'join', 'load', 'first step', 'train', 'back']
 
 def test_phases_of_a_fit_add_up():
     learn = make_learner()
-    assert learn.distrib_report is None
+    assert not learn.distrib_report.calls and 'distrib_fit' in str(learn.distrib_report)
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
         called = time.time()
         learn.fit(1)
         first, ended = learn.distrib_report, time.time()
         learn.fit(1)
-        second = learn.distrib_report
+        second = learn.distrib_report.calls[-1]
         learn.get_preds()
-        preds = learn.distrib_report
+        preds = learn.distrib_report.calls[-1]
     # workers that have just started meet while the notebook still writes
     assert list(first.phases) == ['snapshot', 'helper', 'fork', 'join', 'ship', *STEPS[2:]]
     assert list(second.phases) == ['snapshot', *STEPS]      # the workers are there
@@ -37,7 +37,7 @@ def test_phases_of_a_fit_add_up():
     assert all(secs > 0 for secs in first.phases.values())
     assert called <= first.began and first.began+first.total <= ended
     assert abs(first.phase_ends[-1][1]-first.began-first.total) < 1e-6   # nothing is missing, nothing twice
-    assert all(phase in repr(first) for phase in first.phases) and repr(first).startswith('1 epoch: ')
+    assert all(phase in repr(first) for phase in first.phases) and '\n1 epoch: ' in repr(first)
 
 
 # What is slow, made up: numbers of ranks, and the first sentence
@@ -45,13 +45,19 @@ def test_phases_of_a_fit_add_up():
 def rank(secs=None, waits=None, **more):
     res = dict(seconds=dict(forward=3., backward=4., optimizer=1., data=.5, other=.5), waits=waits or {}, uneven={},
                callbacks={}, slow=0., starts=0., slowest=(0., 0, 0), loaders=0, threads=1, grads=2**20,
-               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0, cpu=1., cores=8.)
+               largest=('0.weight', 2**19), metrics=[], on_gpu=False, peak=2**30, gpu_peak=0,
+               cpu=1., cores=8., sizes=(4., 4.))
     return res | dict(seconds=res['seconds'] | (secs or {})) | more
 
 
 def fit(*ranks, cores=16, seconds=10., start=.1, steps=100, epochs=2):
     ranks = ranks or (rank(),)
     return FitNumbers(seconds, start, cores, epochs, steps, [*ranks]*(2 if len(ranks) == 1 else 1))
+
+
+def in_turn(**more):
+    "Each rank waits for the other one"
+    return fit(*(rank(waits=dict(uneven=2.), uneven={(1-r, 0): 2.}, **more) for r in range(2)))
 
 
 TROUBLES = {
@@ -65,8 +71,8 @@ TROUBLES = {
     'layer': (fit(rank(dict(exchange=4.), grads=2**28, largest=('head.weight', 2**27+1))), 'head.weight'),
     'exchange': (fit(rank(dict(exchange=4.), grads=2**28, largest=('0.weight', 2**24))), 'bf16'),
     'rank': (fit(rank(waits=dict(uneven=6.), uneven={(1, 0): .1, (1, 3): 5.9}), rank()), 'worker 1 since epoch 3'),
-    'sizes': (fit(rank(waits=dict(uneven=2.), uneven={(1, 0): 2.}), rank(waits=dict(uneven=2.), uneven={(0, 0): 2.})),
-              'SortedDL'),
+    'sizes': (in_turn(sizes=(4., 12.)), 'SortedDL'),
+    'turns': (in_turn(), 'all batches are of one size'),
     'metrics': (fit(rank(dict(metrics=4.), metrics=['slow'])), '(slow)'),
     'callback': (fit(rank(dict(callbacks=4.), callbacks=dict(Saves=4., Other=.1)), rank(waits=dict(callbacks=4.))),
                  'into Saves'),
@@ -80,7 +86,7 @@ def test_the_first_sentence_names_the_cause(name):
     made_up, words = TROUBLES[name]
     first = advice_for(made_up)[0]
     assert words in first.text
-    if name in ('loaders', 'item', 'small', 'rank', 'sizes', 'start'): assert first.cause == name
+    if name in ('loaders', 'item', 'small', 'rank', 'sizes', 'turns', 'start'): assert first.cause == name
 
 
 @pytest.mark.parametrize('innocent', [
@@ -115,14 +121,18 @@ def test_peak_memory_is_that_of_the_call(two):
 
 
 def test_reports_of_a_block(two):
-    "Each call has one; the numbers of each rank add up to its fit, and are plain values"
+    "A row for each call; the numbers of each rank add up to its fit, and are plain values"
     learn = make_learner()
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2, launcher=two):
         learn.fit(1)
         learn.fit(2)
         learn.validate()
-        reports = learn.distrib_reports
-    assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference'] and learn.distrib_report is reports[-1]
+        report = learn.distrib_report
+        reports = report.calls
+    assert [o.what for o in reports] == ['1 epoch', '2 epochs', 'inference']
+    assert report.total == max(o.total for o in reports)
+    rows = str(report).splitlines()[1:4]
+    assert [float(o.split()[0]) for o in rows] == sorted((round(o.total, 2) for o in reports), reverse=True)
     whole = json.loads(json.dumps(reports[1].to_dict()))
     assert len(whole['ranks']) == 2 and whole['state'] > whole['ranks'][0]['grads']
     for r in whole['ranks']:
@@ -210,7 +220,7 @@ def test_memory_of_gpus_where_there_are_some(on_gpu):
     r = report.Report('1 epoch')
     ranks = [rank(on_gpu=on_gpu, gpu_peak=o*2**30) for o in (3, 5)]
     r.add_results([dict(first_batch_at=r.began, epochs=1, steps=10, report=o) for o in ranks])
-    assert [o for o in r.facts() if 'GPU' in o] == ['on GPUs 3,072 MB, 5,120 MB']*on_gpu
+    assert [o for o in report.facts_of(r) if 'GPU' in o] == ['on GPUs 3,072 MB, 5,120 MB']*on_gpu
 
 
 class Sleeps(Callback):
@@ -237,3 +247,27 @@ def test_a_cause_is_named_once_in_a_session(monkeypatch):
         r.add_results([dict(first_batch_at=r.began, epochs=1, steps=10, report=rank(dict(data=.6*seconds)))]*2)
         return report.advice_line(r)
     assert line(2.) is None and 'wait for data' in line(20.) and line(20.) is None
+
+
+class Sizes(list):
+    "Each step has items of a size of its own, one of `n`"
+    def __init__(self, items, n): super().__init__(items); self.n = n
+    def __getitem__(self, i):
+        x, y = super().__getitem__(i)
+        return x.repeat(1+i//32%self.n), y
+
+
+class Narrow(torch.nn.Module):
+    "Takes the first numbers of each item"
+    def __init__(self, net): super().__init__(); self.net = net
+    def forward(self, x): return self.net(x[:, :8])
+
+
+@pytest.mark.parametrize('n', [1, 4])
+def test_sizes_of_batches_are_measured(two, n):
+    learn = make_learner()
+    learn.model, learn.dls.train.shuffle = Narrow(learn.model), False
+    learn.dls.train.dataset = Sizes(learn.dls.train.dataset, n)
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    sizes = [o['sizes'] for o in learn.distrib_report.ranks]
+    assert (min(sizes)[0], max(most for _, most in sizes)) == (8, 8*n)

@@ -3,13 +3,16 @@ import copy, pathlib, random, re
 import numpy as np, pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
-from fastai.data.core import DataLoaders
+from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
+from fastai.data.transforms import IntToFloatTensor, ToTensor
 from fastai.learner import Metric
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
+from fastai.vision.augment import Flip, Resize
+from fastai.vision.core import PILImage
 from fastddp.all import CantDistribute, RankRaised
 from fastddp.base import group
 from fastddp.fastai2 import check
@@ -56,9 +59,6 @@ def test_a_loader_whose_batch_size_is_not_its_own(two, make):
     assert res.same, res
 
 
-EXPECTED = 'Not the same, for reasons that are expected: '
-
-
 class Awd(nn.Module):
     "Its weights are computed, so no copy can be made of them"
     def __init__(self): super().__init__(); self.rnn = WeightDropout(nn.LSTM(8, 8, batch_first=True), .5)
@@ -71,8 +71,8 @@ def test_differences_have_their_reason(two, layer, why):
     res = learner(model=nn.Sequential(nn.Linear(4, 8), layer, nn.Linear(8, 3))).distrib_check(nprocs=2, launcher=two)
     by = {r.what: r for r in res}
     assert by['batches'].same and not by['losses'].same and list(res.reasons) == [why], res
-    assert res.verdict == f'{EXPECTED}{why}. Without it: same.'
-    assert str(res).count('each worker') == 1
+    assert res.verdict == f'Same, apart from {why}.' and str(res).startswith(res.verdict) and res.without.same
+    assert str(res).count('each worker') == 1 and f'as it is without {why}' in ' '.join(str(res).split())
 
 
 class Odd(nn.Module):
@@ -128,9 +128,9 @@ def clamped(learn):
 
 
 OWN = {'size': (lambda: learner(model=Odd()), 'Does the model compare the items of a batch'),
-       'compares': (lambda: learner(model=Compares()), f'{EXPECTED}dropout. Without it, losses: '),
+       'compares': (lambda: learner(model=Compares()), 'Not the same, also without dropout.'),
        'draws': (lambda: learner(model=DrawsNoise()), 'or draw random numbers by itself'),
-       'callback': (lambda: learner(cbs=Skips()), f'{EXPECTED}callback Skips. Without it: same.'),
+       'callback': (lambda: learner(cbs=Skips()), 'Same, apart from callback Skips.'),
        'hook': (lambda: clamped(learner()), 'not removed here: hooks of parameters.'),
        'buffers': (lambda: learner(model=MovesAverage()), 'not removed here: buffers.'),
        'padding': (padded, 'not removed here: padding.')}
@@ -292,7 +292,8 @@ def test_a_callback_without_which_nothing_trains():
     "The second comparison leaves it, and takes the other reasons out"
     res = learner(model=Both(), cbs=Predicts()).distrib_check(2)
     assert not res.same and {*res.reasons} == {'dropout', 'callback Predicts'}
-    assert "doesn't train without callback Predicts. Without dropout, " in res.verdict, res.verdict
+    said = "Not the same, also without dropout. The learner doesn't train without callback Predicts."
+    assert res.verdict.startswith(said), res.verdict
 
 
 class OnlyPredicts(Predicts):
@@ -302,4 +303,25 @@ class OnlyPredicts(Predicts):
 
 def test_the_rest_is_the_same_without_what_can_be_removed():
     res = learner(model=Both(), cbs=OnlyPredicts()).distrib_check(2)
-    assert res.verdict.endswith("doesn't train without callback OnlyPredicts. Without dropout: same."), res.verdict
+    assert res.verdict == 'Same, apart from dropout.', res.verdict
+
+
+def pictures(n, **tfms):
+    "Random pictures of one size, each of a class"
+    rng = np.random.default_rng(0)
+    made = [PILImage.create(rng.integers(0, 255, (12, 12, 3), dtype=np.uint8)) for _ in range(n)]
+    dsets = Datasets([*range(n)], [lambda i: made[i], lambda i: torch.tensor(i%3)],
+                     splits=[[*range(n-8)], [*range(n-8, n)]])
+    return dsets.dataloaders(bs=4, after_item=[Resize(8), ToTensor()], num_workers=0,
+                             device=torch.device('cpu'), **tfms)
+
+
+@pytest.mark.parametrize('flips', [False, True])
+def test_augmentation_is_named_where_there_is_some(two, flips):
+    "A `Resize` may crop at random, but does nothing to square pictures; a flip keeps the sum of a batch"
+    net = nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
+    learn = learner(model=net)
+    learn.dls = pictures(40, after_batch=[IntToFloatTensor(), *[Flip()]*flips])
+    res = learn.distrib_check(nprocs=2, launcher=two)
+    assert [*res.reasons] == ['batch norm on the CPU', *['augmentation']*flips], res
+    assert res.verdict == f"Same, apart from {', '.join(res.reasons)}."

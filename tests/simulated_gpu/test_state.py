@@ -92,8 +92,8 @@ def with_cb(kind, device=None):
 @on_gpus()
 def test_a_background_job(kind):
     cb, learn = with_cb(kind, gpu(1))
-    for i in range(2):
-        learn.distrib_fit(1, wait=False, offload=i > 0).result()
+    for _ in range(2):
+        learn.distrib_fit(1, wait=False).result()
         assert {t.device for t in cb.tensors()} == places(learn) == {gpu(1)}
     job = learn.distrib_fit(1, wait=False)
     job.exception()     # waits for the end

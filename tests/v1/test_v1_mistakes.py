@@ -31,7 +31,7 @@ def test_what_is_no_callback(given, says, monkeypatch):
     with pytest.raises(CantDistribute, match=says): plain().distrib_fit(1, nprocs=2, **given)
 
 
-@pytest.mark.parametrize('option', ['wait', 'offload', 'checkpoint'])
+@pytest.mark.parametrize('option', ['wait', 'checkpoint'])
 @pytest.mark.parametrize('word', ['distrib_fit_one_cycle', 'distrib_get_preds', 'distrib_ctx'])
 def test_no_jobs(word, option, monkeypatch):
     monkeypatch.setattr(launch, 'Workers', None)
