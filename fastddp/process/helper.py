@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, errno, gc, importlib, os, pickle, pkgutil, shutil, signal, socket, stat
+import atexit, ctypes, errno, gc, importlib, marshal, os, pickle, pkgutil, shutil, signal, socket, stat
 from contextlib import contextmanager, suppress
 import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
@@ -342,8 +342,8 @@ def serve(
     libraries=(),   # Other modules to import; one that fails is left out
     path=None       # `sys.path` for these imports
 ):
-    """Run the helper: import `modules`, then fork a worker for each request; doesn't return. With
-    `libraries` it exits instead if it can't fork after their import, else sends a message"""
+    """Run the helper: import `modules`, send what they have set, then fork a worker for each
+    request; doesn't return. With `libraries` it exits instead if it can't fork after their import"""
     global _in_worker
     _in_worker = True
     gpus = _begin_helper(parent_pid)
@@ -354,9 +354,18 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    if libraries:
-        with suppress(BrokenPipeError): sock.send(b'ready')
+    _send_marks(sock)
     _serve_forks(sock)
+
+def _send_marks(sock):
+    "In a fork of the helper, which goes on: send a file with the `make_marks` of `payload.patches`"
+    if os.fork(): return
+    try:
+        with open(os.memfd_create('fastddp-marks'), 'w+b') as f:
+            f.write(pkgutil.resolve_name('fastddp.payload.patches:make_marks')())
+            f.seek(0)
+            socket.send_fds(sock, [b'ready'], [f.fileno()])
+    finally: os._exit(0)
 
 def run_spawned(
     conn,        # Descriptor of the worker's socket
@@ -395,16 +404,21 @@ class _Helper:
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.has_forked = False         # True once it has forked a worker, so it has imported all
+        self.marks = None               # what it has sent, see `_send_marks`
         parent_pid = os.getpid() if in_main_thread() else 0
         args = theirs.fileno(),parent_pid,preloads()
         if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
         call = f'serve{args!r}'
         with theirs: self.popen = _start_python(call, [theirs.fileno()])
     def is_ready(self):
-        "Of one with `libraries`: True once it can fork workers, None before, False if it has ended"
-        try: return bool(self.sock.recv(16, socket.MSG_DONTWAIT))
+        "True once it can fork workers and has sent its marks, None before, False if it has ended"
+        if self.marks is not None: return True
+        try: _,fds,*_ = socket.recv_fds(self.sock, 16, 1, socket.MSG_DONTWAIT)
         except BlockingIOError: return None
         except OSError: return False
+        if not fds: return False
+        with open(fds[0], 'rb') as f: self.marks = marshal.load(f)
+        return True
 
 # %% ../../nbs/process/404_helper.ipynb #951ff8ba
 _helper = None              # this process's `_Helper`
@@ -423,6 +437,14 @@ def ensure_helper():
 def warm():
     "Start the helper in the background, if this process uses one; returns at once"
     if start_method() == 'forkserver' and not _in_worker: ensure_helper()
+
+def marks_of_helper():
+    "Wait until the helper has imported all; return its marks (`payload.patches`), None without one"
+    if start_method() != 'forkserver' or _in_worker: return None
+    helper = ensure_helper()
+    while helper.is_ready() is None and not is_stopped(helper.popen.pid):
+        connection.wait([helper.sock], .05)
+    return helper.marks
 
 def helper_is_new():
     "True if the helper has forked no worker yet, so it may still be importing"
