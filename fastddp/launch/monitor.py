@@ -20,6 +20,7 @@ from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from .load import load_line
 from ..output.replay import Replay, print_line
+from ..payload.patches import lacking
 from ..payload.pickling import load
 
 # %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
@@ -319,6 +320,11 @@ def _raised(self:Monitor, failure, *later):
     err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
     err.__cause__ = original
     err.log = self._log(err.rank, 1000)
+    if lacks := lacking(failure.contents):
+        some = ', '.join(lacks[:4])+(' ...' if lacks[4:] else '')
+        err.remedy = (f"{err.remedy} The notebook has set something in {some}, and the worker "
+                      "hasn't got it. If that is the reason: `fastddp.setup(fn)` has each worker "
+                      "call `fn()` first.").strip()
     return err
 
 # %% ../../nbs/launch/503_monitor.ipynb #3002650b

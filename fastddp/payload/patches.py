@@ -421,3 +421,26 @@ def set_attributes(rows # What `changed_attributes` returned in another process
         # of a version that the notebook doesn't have, on another machine
         with suppress(Exception):
             _undo_attributes.append(_set_attribute(_owner(module, cls), name, load(data, [])))
+
+# %% ../../nbs/payload/105_patches.ipynb #a26d4a35
+def _items(attrs):
+    "Return `{name: marks of its items}` of the containers among these attributes"
+    return {k:{*map(_mark, [*v][:1000])} for k,v in attrs.copy().items()
+            if type(v) in (dict,list,set) and not k.startswith('__')}
+
+def contents_of(files # Of a traceback
+):
+    "Return `{module: {attribute: marks of its items}}` for the libraries' modules of these files"
+    res = {}
+    for name,module in sys.modules.copy().items():
+        file = getattr(module, '__file__', None)
+        if file not in files or name.partition('.')[0] in _LEFT_OUT or is_user_file(file): continue
+        res[name] = _items(vars(module))
+    return res
+
+def lacking(theirs # What `contents_of` returned in a worker
+):
+    "Return the names of containers with items that this process has and the worker hasn't"
+    return [f'{module}.{k}' for module,attrs in theirs.items()
+            for k,items in _items(vars(sys.modules.get(module, types))).items()
+            if items - attrs.get(k, set())]
