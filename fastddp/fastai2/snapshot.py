@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #005c5074
-import functools, pickle, types, warnings
+import dis, functools, inspect, pickle, re, types, warnings
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
 from pathlib import Path
@@ -159,6 +159,35 @@ def _named_parts(learn, cbs):
     return classes | parts | {'learn': learn, 'the hooks of parameters and optimizer': hooks}
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
+@functools.cache
+def _assigned(cls):
+    """Return the names of the attributes that `before_fit` or `setup` of a class of callbacks
+    assigns, or a method that these call: they are made anew in each fit"""
+    names,done,todo = set(),set(),['before_fit','setup']
+    while todo:
+        k = todo.pop()
+        code = getattr(inspect.unwrap(getattr(cls, k, None)), '__code__', None)
+        if k in done or code is None: continue
+        done.add(k)
+        for o in dis.get_instructions(code):
+            if o.opname == 'STORE_ATTR': names.add(o.argval)
+            elif o.opname in ('LOAD_METHOD','LOAD_ATTR'): todo.append(o.argval)
+    return names
+
+# those that a fit of fastai sets, or the learner is made of
+_OF_FASTAI = {'dls','model','opt','loss_func','metrics','cbs','dl','xb','yb','pred','loss'}
+
+def _remade_in(o, cbs):
+    "Return the names of what callbacks make anew in a fit, of a callback or the learner"
+    if isinstance(o, Callback): return _assigned(type(o))
+    return {k for cb in cbs for k in _assigned(type(cb))}-_OF_FASTAI
+
+def _remade(learn, cbs, path):
+    "Return `(object, attribute)` if `path` leads to what a callback makes anew in a fit, else None"
+    for place,o in [*_named_cbs(learn, cbs), ('learn', learn)]:
+        for name in _remade_in(o, all_cbs(learn, cbs)) & vars(o).keys():
+            if re.match(re.escape(f'{place}.{name}')+r'(?!\w)', path): return o,name
+
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
@@ -182,6 +211,10 @@ def snapshot(
         made_there = _without_made(learn, model_factory, dls_factory, training)
         try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
         except NotPicklable as e:
+            if found := _remade(learn, cbs, e.path):
+                with without_attrs(*found):
+                    return snapshot(learn, cbs, call, model_factory, dls_factory, training, dl,
+                                    **kwargs)
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
             raise
 
@@ -297,6 +330,9 @@ def apply(learn,
     applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
     if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
     CommonRNG(applied.extra['rng']).install()
+    remade = [o for o in applied.lost if isinstance(places.objects.get(o.number), (Callback,Learner))
+              and o.name in _remade_in(places.objects[o.number], learn.cbs)]
+    for o in remade: applied.lost.remove(o)
     warn_of_lost(places, ROOT, applied)
     if 'rescued' in applied.extra: _keep_weights(learn, applied.extra['rescued'])
 

@@ -139,6 +139,13 @@ def _failures(self:Monitor):
             if not (is_asked and f.kind == 'KeyboardInterrupt')]
 
 @patch
+def _failed_alike(self:Monitor):
+    "Return True if all ranks have raised the same exception at the same place"
+    failures = self._failures()
+    alike = {(f.kind, f.where) for f in failures}
+    return len(failures) == len(self.workers.ranks) and len(alike) == 1
+
+@patch
 def _log_size(self:Monitor, r):
     "Return how many bytes the log of rank `r` has"
     path = self.workers.log_path(r)
@@ -346,7 +353,9 @@ def wait(self:Monitor):
                 raise err from e
     # the notebook's own failures, too, such as a closed output
     except BaseException as e:
-        add_state(e, self._latest)
+        latest = dict(self._latest)
+        if not self._failed_alike(): latest.pop('raised', None)
+        add_state(e, latest)
         raise
     latest = self._latest
     return Outcome(results, bool(self.interrupts.count),

@@ -181,7 +181,7 @@ def apply_state(self:Call, e):
     """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
     'nothing'; set `e.kept`"""
     # states map shared memory, and an exception may live long
-    state,e.state,e.epoch = e.state,None,None
+    state,e.state,e.epoch,e.raised = e.state,None,None,None
     if state and self.apply_failed != 'nothing':
         self.apply(*state)
         self.has_result = True
@@ -313,7 +313,7 @@ def place_after_failure(self:Session, call, e):
         if not isinstance(why, CantDistribute): raise
         print_line(f"No restart: {why}")
         raise e from None
-    e.state = None      # the next try begins without it
+    e.state = e.raised = None       # the next try begins without it
 
 # %% ../../nbs/launch/511_session.ipynb #6e529662
 @patch
