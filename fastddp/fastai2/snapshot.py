@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #005c5074
-import dis, functools, inspect, pickle, re, types, warnings
+import dis, functools, inspect, pickle, types, warnings
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
 from pathlib import Path
@@ -182,11 +182,16 @@ def _remade_in(o, cbs):
     if isinstance(o, Callback): return _assigned(type(o))
     return {k for cb in cbs for k in _assigned(type(cb))}-_OF_FASTAI
 
-def _remade(learn, cbs, path):
-    "Return `(object, attribute)` if `path` leads to what a callback makes anew in a fit, else None"
-    for place,o in [*_named_cbs(learn, cbs), ('learn', learn)]:
-        for name in _remade_in(o, all_cbs(learn, cbs)) & vars(o).keys():
-            if re.match(re.escape(f'{place}.{name}')+r'(?!\w)', path): return o,name
+def _remade(learn, cbs):
+    "Return `(object, names)` of what callbacks make anew in a fit and that can't be pickled, as a list"
+    def is_refused(v):
+        try: dump(v)
+        except Exception: return True
+        return False
+    cbs = all_cbs(learn, cbs)
+    found = [(o, [k for k in _remade_in(o, cbs) & vars(o).keys() if is_refused(vars(o)[k])])
+             for o in (*cbs, learn)]
+    return [(o, names) for o,names in found if names]
 
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
@@ -211,12 +216,13 @@ def snapshot(
         made_there = _without_made(learn, model_factory, dls_factory, training)
         try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
         except NotPicklable as e:
-            if found := _remade(learn, cbs, e.path):
-                with without_attrs(*found):
-                    return snapshot(learn, cbs, call, model_factory, dls_factory, training, dl,
-                                    **kwargs)
+            remade = _remade(learn, cbs)
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
-            raise
+            if not remade: raise
+    # each fit makes it anew, so that it need not be sent
+    with ExitStack() as undo:
+        for o,names in remade: undo.enter_context(without_attrs(o, *names))
+        return snapshot(learn, cbs, call, model_factory, dls_factory, training, dl, **kwargs)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5e6882db
 def _new_dls(factory):
