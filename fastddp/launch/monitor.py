@@ -353,9 +353,8 @@ def wait(self:Monitor):
                 raise err from e
     # the notebook's own failures, too, such as a closed output
     except BaseException as e:
-        latest = dict(self._latest)
-        if not self._failed_alike(): latest.pop('raised', None)
-        add_state(e, latest)
+        add_state(e, self._latest)
+        if not self._failed_alike(): e.raised = None
         raise
     latest = self._latest
     return Outcome(results, bool(self.interrupts.count),
