@@ -19,12 +19,13 @@ from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
-from .learner_job import start_job
+from .learner_job import session_of, start_job
 from .loaders import with_loaders
 from .resume import (
     INTERVAL, UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, load_weights, resume_points)
 from .session import Session
+from ..launch.held_gpus import running_jobs
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import wants_no_lines
@@ -230,6 +231,15 @@ def distrib_resume(self:Learner,
         call = call_to_resume(self)
     if not wait: return start_job(self, call, True, offload)
     with self._distrib_ctx(**call.options): return call.run(self)
+
+@patch
+def distrib_stop(self:Learner):
+    """Stop the call of this learner that runs on workers, as the stop button does: after the batch
+    at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
+    False if no call runs."""
+    jobs = [job for job in running_jobs if job.learn is self]
+    for job in jobs: job.stop()
+    return bool(jobs) or (session := session_of(self)) is not None and session.stop()
 
 @patch
 def distrib_load(self:Learner,
