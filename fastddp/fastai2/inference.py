@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.scoped import with_attrs
+from .events import reads_validation
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
@@ -69,7 +70,13 @@ def why_one_process(learn, # The learner that predicts
                      "from one process.")
     if rows_are_streams(dl, learn.model):
         return True,"the model keeps state from batch to batch (it has a `reset`)."
-    return False,''
+    return bool(reader := reading_callback(learn)),reader
+
+def reading_callback(learn):
+    "Return a sentence about a callback that is to see all batches of a validation, or ''"
+    names = [cb.name for cb in learn.cbs if reads_validation(cb)]
+    return names and (f"learn.{names[0]} reads its batches. Faster: `run_valid = False`, or collect "
+                      "in a Metric.") or ''
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):
@@ -168,8 +175,10 @@ def infer_in_group(learn, # A learner, the same on all ranks
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     here,_ = why_one_process(learn, dl, n)
-    if here: return True
     losses = fit.losses     # whether a loss of any rank, or of this one, has a state
+    if reader := reading_callback(learn):
+        losses.print_once(f"Each worker validates all batches, since {reader}", 'reader')
+    if here: return True
     if not (losses.watch.is_stateful or losses.watch.is_stateful_here): return False
     losses.print_once(STATEFUL.format(loss_name(learn.loss_func)), 'stateful')
     return True

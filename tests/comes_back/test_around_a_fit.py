@@ -78,3 +78,28 @@ def test_an_exception_of_one_rank_leaves_the_last_epoch():
     learn = learner(train=32, valid=8, cbs=FirstRank(''))
     with pytest.raises(RankRaised) as e: learn.distrib_fit(3, nprocs=2)
     assert learn.first_rank.seen == [0] and e.value.kept.startswith('holds the end of epoch 0')
+
+
+class Wrong(Callback):
+    "Numbers of the items that the model gets wrong, and losses, by hand"
+    def before_validate(self): self.items, self.losses, self.at = [], [], 0
+    def after_batch(self):
+        if self.training: return
+        bad = (self.pred.argmax(1) != self.y).nonzero().flatten()+self.at
+        self.items += bad.tolist()
+        self.losses.append(round(float(self.loss), 4))
+        self.at += len(self.y)
+
+
+def collected(*call, **kwargs):
+    learn = learner(train=32, valid=30, bs=4, cbs=Wrong())
+    learn.distrib(*call, **kwargs) if kwargs else getattr(learn, call[0])(*call[1:])
+    return learn.wrong.items, learn.wrong.losses, learn.wrong.at, [round(o, 4) for o in learn.recorder.log[2:3]]
+
+
+@pytest.mark.parametrize('call', [('fit', 1), ('validate',)])
+def test_what_is_collected_in_a_validation_is_all_of_it(call, two, capfd):
+    there = collected(*call, nprocs=2, batch='global', launcher=two)
+    said = ''.join(capfd.readouterr())
+    assert there == collected(*call) and there[2] == 30
+    assert said.count('learn.wrong reads its batches') == 1 and 'run_valid = False' in said
