@@ -29,7 +29,7 @@ from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import is_rank0_only, warn_of_lost
 from ..payload.changes import LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes
-from ..payload.pickling import deep_copy, dump, load, private_copy
+from ..payload.pickling import deep_copy, dump, load, private_copy, without_frames
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
@@ -182,8 +182,10 @@ def _remade_in(o, cbs):
     if isinstance(o, Callback): return _assigned(type(o))
     return {k for cb in cbs for k in _assigned(type(cb))}-_OF_FASTAI
 
-def _remade(learn, cbs):
-    "Return `(object, names)` of what callbacks make anew in a fit and that can't be pickled, as a list"
+@contextmanager
+def _without_remade(learn, cbs):
+    """Inside, callbacks and learner lack what callbacks make anew in a fit and that can't be pickled.
+    Yields True if that is anything"""
     def is_refused(v):
         try: dump(v)
         except Exception: return True
@@ -191,7 +193,9 @@ def _remade(learn, cbs):
     cbs = all_cbs(learn, cbs)
     found = [(o, [k for k in _remade_in(o, cbs) & vars(o).keys() if is_refused(vars(o)[k])])
              for o in (*cbs, learn)]
-    return [(o, names) for o,names in found if names]
+    with ExitStack() as undo:
+        for o,names in found: undo.enter_context(without_attrs(o, *names))
+        yield any(names for _,names in found)
 
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
@@ -216,12 +220,10 @@ def snapshot(
         made_there = _without_made(learn, model_factory, dls_factory, training)
         try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
         except NotPicklable as e:
-            remade = _remade(learn, cbs)
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
-            if not remade: raise
-    # each fit makes it anew, so that it need not be sent
-    with ExitStack() as undo:
-        for o,names in remade: undo.enter_context(without_attrs(o, *names))
+            error = without_frames(e)
+    with _without_remade(learn, cbs) as is_less:
+        if not is_less: raise error
         return snapshot(learn, cbs, call, model_factory, dls_factory, training, dl, **kwargs)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5e6882db
@@ -401,9 +403,13 @@ class SavedGraph(NamedTuple):
             if places is None: places = Places(root, left_out).walk()
             data = {id(o):('data',places.numbers[id(o)]) for o in _datasets(learn)
                     if id(o) in places.numbers}
-            obj = dict(root=root, settings=Settings(), rng=CommonRNG.capture().state())
+            settings = Settings()
+            obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state())
             blank = _storages_of(changes, places) if changes is not None else ()
-            payload = dump(obj, data, blank=blank)
+            try: payload = dump(obj, data, blank=blank)
+            except Exception:
+                settings.checks = True
+                with _without_remade(learn, cbs): payload = dump(obj, data, blank=blank)
             # the table can be read without the graph, which it takes to load that
             meta = pickle.dumps((payload.meta, places.table()))
         return cls((meta, payload.buffers), changes)

@@ -573,15 +573,15 @@ def warm_next():
     these modules, too, and replaces the present one once it is ready"""
     global _next
     noted = [*_noted]
-    _noted.clear()
     if start_method() != 'forkserver' or _in_worker or _helper is None: return
     with _lock:
         _replace_helper()
-        present = [*(_next or _helper).libraries]
+        # it goes on with its imports; what is noted meanwhile is for the one after it
+        if _next: return
+        _noted.clear()
+        present = [*_helper.libraries]
         modules = _worth_importing(noted, {*present, *_refused})
         if not modules: return
-        if _next: _next.sock.close()        # it exits; a later one has its modules, too
-        if _next: _replaced.append(_next)
         _next = _Helper([*dict.fromkeys(present+modules)][:_MAX_LIBRARIES])
 
 def _replace_helper():
