@@ -24,7 +24,7 @@ TESTS = {
     'payload/columns': 'payload/test_shapes.py',
     'payload/reducers': 'comes_back/test_warm.py',
     'payload/handles': 'apps/test_reported.py',
-    'payload/patches': 'comes_back/test_warm.py', 'payload/pickling': 'comes_back/test_warm.py',
+    'payload/patches': 'comes_back/test_first_cells.py', 'payload/pairs': 'comes_back/test_first_cells.py', 'payload/pickling': 'comes_back/test_warm.py',
     'payload/sending': 'test_refusals.py', 'payload/models': 'comes_back/test_torch_models.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/contents': 'comes_back/test_variables.py',
     'payload/own_objects': 'comes_back/test_objects.py', 'payload/changes': 'comes_back/test_variables.py',

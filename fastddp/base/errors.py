@@ -123,6 +123,10 @@ _SURROUNDINGS = [
         "WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit "
         "together there. Install another version of one of them, or leave the callback out.",
         lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
+    Trouble('a count of zero',
+        "A worker has its part of the batches, and of a small set perhaps none: a metric or "
+        "callback that divides by its own count must ask for that first.",
+        lambda k,m: k == 'ZeroDivisionError'),
     Trouble('batch size built in',
         "The model has a batch size built in. With batch='per_worker' each worker gets batches of "
         "the loader's own size; with batch='global' it gets a part of them.",
@@ -203,6 +207,10 @@ class NotPicklable(CantDistribute):
             return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
                     "made of instead, such as numbers, tensors and lists.")
         built = f", or build it in the workers with {self.factory}=" if self.factory else ''
+        if 'sqlite3.Connection' in self.why:
+            return (f"{self.path} can't be sent to the workers ({self.why}). A cell says how each "
+                    "opens it: copyreg.pickle(sqlite3.Connection, lambda c: (sqlite3.connect, "
+                    "(c.execute('pragma database_list').fetchone()[2],))).")
         # an object of a library can't be made elsewhere
         here = (". With launcher=InProcess() nothing is sent, and the fit runs in this process"
                 if self.path.startswith('learn') else '')
