@@ -75,8 +75,9 @@ def why_one_process(learn, # The learner that predicts
 def reading_callback(learn):
     "Return a sentence about a callback that is to see all batches of a validation, or ''"
     names = [cb.name for cb in learn.cbs if reads_validation(cb)]
-    return names and (f"learn.{names[0]} reads its batches. Faster: `run_valid = False`, or collect "
-                      "in a Metric.") or ''
+    if not names: return ''
+    return (f"learn.{names[0]} reads its batches. Faster: `run_valid = False`, or collect in a "
+            "Metric.")
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):

@@ -184,8 +184,8 @@ def _remade_in(o, cbs):
 
 @contextmanager
 def _without_remade(learn, cbs):
-    """Inside, callbacks and learner lack what callbacks make anew in a fit and that can't be pickled.
-    Yields True if that is anything"""
+    """Inside, callbacks and learner lack what callbacks make anew in a fit and what can't be
+    pickled. Yields True if that is anything"""
     def is_refused(v):
         try: dump(v)
         except Exception: return True
@@ -338,9 +338,10 @@ def apply(learn,
     applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
     if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
     CommonRNG(applied.extra['rng']).install()
-    remade = [o for o in applied.lost if isinstance(places.objects.get(o.number), (Callback,Learner))
-              and o.name in _remade_in(places.objects[o.number], learn.cbs)]
-    for o in remade: applied.lost.remove(o)
+    for o in [*applied.lost]:
+        holder = places.objects.get(o.number)
+        if not isinstance(holder, (Callback,Learner)): continue
+        if o.name in _remade_in(holder, learn.cbs): applied.lost.remove(o)
     warn_of_lost(places, ROOT, applied)
     if 'rescued' in applied.extra: _keep_weights(learn, applied.extra['rescued'])
 

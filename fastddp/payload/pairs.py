@@ -94,7 +94,9 @@ def _set_pandas(options):
 # those of windows, which a worker hasn't
 _OF_SCREENS = re.compile('backend|interactive|toolbar|webagg|tk|keymap')
 
-def _rc(): return {k:v for k,v in dict.items(_lib('matplotlib').rcParams) if not _OF_SCREENS.match(k)}
+def _rc():
+    own = dict(dict.items(_lib('matplotlib').rcParams))
+    return {k:v for k,v in own.items() if not _OF_SCREENS.match(k)}
 
 _BY_HAND.update({
     'sklearn.set_config': Setting(lambda: _lib('sklearn').get_config(),

@@ -64,7 +64,7 @@ def _select_function(v):
     return v if any(map(_is_from_notebook, functions)) else None
 
 def _holds_own(v):
-    "True for an object of a cell's class, or of a library's that holds a class or function of a cell"
+    "True for an object of a cell's class, or of one that holds a class or function of a cell"
     if type(v).__module__ == '__main__': return True
     if not type(v).__flags__ & _HEAP_TYPE: return False
     try: attrs = object.__getattribute__(v, '__dict__')
@@ -243,7 +243,8 @@ def _search(module, path, owner, selectors):
 # %% ../../nbs/payload/105_patches.ipynb #25f33fb6
 # Of the kernel, of this package, and large ones in which cells set nothing
 _LEFT_OUT = {'__main__','__mp_main__','fastddp','sys','threading','asyncio','signal','_thread',
-    'IPython','ipykernel','ipywidgets','traitlets','zmq','tornado','jupyter_client','comm','debugpy',
+    'IPython','ipykernel','ipywidgets','traitlets','zmq','tornado','jupyter_client','comm',
+    'debugpy',
     'matplotlib_inline','pytest','_pytest','pluggy','cloudpickle','sympy','scipy','triton','cuda',
     'beartype','mpmath','narwhals','rich','trio','torchgen','tqdm','fastprogress','starlette',
     'httpx2','httpcore2','anyio','fasthtml','ast','pyparsing','unittest','typing','importlib',
@@ -394,8 +395,8 @@ def _names(key, o, marks):
     return [k for k in changed if _is_setting(o.owner, key[0], k, attrs[k], theirs.get(k))]
 
 def changed_attributes(marks):
-    """Return a list of `(module, qualified name of a class or None, attribute, pickle)`, of what the
-    last search found"""
+    """Return a list of `(module, qualified name of a class or None, attribute, pickle)`, of what
+    the last search found"""
     res,done = [],set()
     for package,o in _packages.items():
         last = _differing.get(package)

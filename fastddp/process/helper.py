@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, errno, gc, importlib, marshal, os, pickle, pkgutil, shutil, signal, socket, stat
+import atexit, ctypes, errno, gc, importlib, marshal, os, pickle, pkgutil, shutil, signal, socket
 from contextlib import contextmanager, suppress
-import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
+import stat, struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
 from multiprocessing import connection
 from typing import NamedTuple
@@ -343,7 +343,7 @@ def serve(
     path=None       # `sys.path` for these imports
 ):
     """Run the helper: import `modules`, send what they have set, then fork a worker for each
-    request; doesn't return. With `libraries` it exits instead if it can't fork after their import"""
+    request; doesn't return. With `libraries` it exits instead if it can't fork afterwards"""
     global _in_worker
     _in_worker = True
     gpus = _begin_helper(parent_pid)
