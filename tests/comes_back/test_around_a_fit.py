@@ -128,7 +128,7 @@ def test_the_remedy_for_a_database_works(tmp_path, two):
 
 
 class Divides(Callback):
-    def before_validate(self): self.n = 0
+    n = 0
     def after_batch(self): self.n += not self.training
     def after_validate(self): self.mean = 1/self.n
 
