@@ -57,7 +57,8 @@ def add_state(
     latest # What rank 0 put last: 'state', 'cut', 'raised' or 'epoch' -> `(meta, buffers)`
 ):
     "Gives `e` the `state`, `epoch`, `cut` and `raised` that `Launcher.run` promises"
-    e.epoch,whole,cut,e.raised = (latest.get(k) for k in ('epoch','state','cut','raised'))
+    e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
+    e.raised = latest.get('raised')
     e.state = whole or cut or e.epoch
     e.cut = bool(cut and not whole)
 

@@ -182,7 +182,8 @@ def apply_state(self:Call, e):
     """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
     'nothing'; set `e.kept`"""
     # states map shared memory, and an exception may live long
-    state,e.state,e.epoch,e.raised = e.state,None,None,None
+    state = e.state
+    e.state = e.epoch = e.raised = None
     if state and self.apply_failed != 'nothing':
         self.apply(*state)
         self.has_result = True

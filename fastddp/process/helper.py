@@ -413,8 +413,9 @@ class _Helper:
     def is_ready(self):
         "True once it can fork workers and has sent its marks, None before, False if it has ended"
         if self.marks is not None: return True
-        try: _,fds,*_ = socket.recv_fds(self.sock, 16, 1, socket.MSG_DONTWAIT)
-        except BlockingIOError: return None
+        # socket.recv_fds has a parameter for flags, but doesn't use it
+        if not connection.wait([self.sock], 0): return None
+        try: _,fds,*_ = socket.recv_fds(self.sock, 16, 1)
         except OSError: return False
         if not fds: return False
         with open(fds[0], 'rb') as f: self.marks = marshal.load(f)

@@ -128,8 +128,9 @@ def test_the_remedy_for_a_database_works(tmp_path, two):
 
 
 class Divides(Callback):
-    n = 0
-    def after_batch(self): self.n += not self.training
+    def before_validate(self): self.n = 0
+    def after_pred(self):
+        if not self.training: self.n += 1
     def after_validate(self): self.mean = 1/self.n
 
 

@@ -1,5 +1,5 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
-import codecs, collections, collections.abc, decimal, functools, io, os, subprocess, sys
+import codecs, collections, collections.abc, decimal, functools, io, os, ssl, subprocess, sys
 import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch
 from fastai.callback.core import Callback
 from fastddp.all import *
@@ -43,16 +43,19 @@ DATA = saved({'a': 1})
 # what it is -> (its object, attribute, value, probe)
 ATTRIBUTES = {
     'a flag': (ImageFile, 'LOAD_TRUNCATED_IMAGES', True, "__import__('PIL.ImageFile').ImageFile.LOAD_TRUNCATED_IMAGES"),
-    'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None, "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS"),
+    'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None,
+                                         "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS"),
     'a constant that is gone': (Image, 'OLD_LANCZOS', Image.LANCZOS, "int(__import__('PIL.Image').Image.OLD_LANCZOS)"),
     'a type that is gone': (np, 'int0', np.int64, "__import__('numpy').int0(2)"),
     "a type of Python's": (np, 'float', float, "__import__('numpy').float('2')"),
-    'a class that has moved': (collections, 'Mapping', collections.abc.Mapping, "isinstance({}, __import__('collections').Mapping)"),
+    'a class that has moved': (collections, 'Mapping', collections.abc.Mapping,
+                               "isinstance({}, __import__('collections').Mapping)"),
     'a function with another default': (np, 'load', functools.partial(np.load, allow_pickle=True),
                                         f"__import__('numpy').load(__import__('io').BytesIO({DATA!r}))[0]"),
-    'a partial of torch': (torch, 'load', functools.partial(torch.load, weights_only=False), "__import__('torch').load.keywords"),
+    'a partial of torch': (torch, 'load', functools.partial(torch.load, weights_only=False),
+                           "__import__('torch').load.keywords"),
     'a property': (pd.DataFrame, 'n', property(lambda self: len(self)+100), "__import__('pandas').DataFrame([1]).n"),
-    'another function': (__import__('ssl'), '_create_default_https_context', __import__('ssl')._create_unverified_context,
+    'another function': (ssl, '_create_default_https_context', ssl._create_unverified_context,
                          "__import__('ssl')._create_default_https_context.__name__")}
 
 # what it is -> (read, write, value, probe)
