@@ -135,5 +135,5 @@ class Divides(Callback):
 
 
 def test_a_count_of_zero_is_explained():
-    learn = learner(train=8, valid=4, bs=4, cbs=Divides())
-    with pytest.raises(RankRaised, match='perhaps none'): learn.distrib_fit(1, nprocs=2)
+    learn = learner(train=12, valid=8, bs=4, cbs=Divides())         # two batches, three workers
+    with pytest.raises(RankRaised, match="perhaps none"): learn.distrib_fit(1, nprocs=3)
