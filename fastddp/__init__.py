@@ -18,10 +18,11 @@ def jobs():
     return [*held.running_jobs] if held else []
 
 def __getattr__(name):
-    "`fastddp.doctor()`: what machine this is, and what to expect of it"
-    if name != 'doctor': raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    "`fastddp.doctor()`: what machine this is; `fastddp.setup(fn)`: what workers run first"
     import importlib
-    return importlib.import_module('.doctor', __name__)
+    if name == 'doctor': return importlib.import_module('.doctor', __name__)
+    if name == 'setup': return importlib.import_module('.payload.patches', __name__).setup
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 def _ask_early():
     "`import fastddp` in a cell: the helper process begins to import torch and fastai"

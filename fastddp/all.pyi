@@ -103,6 +103,11 @@ what would make it faster. It is that of the longest call; `calls` has all of th
         """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
         epoch."""
 
+    def distrib_stop(self):
+        """Stop the call of this learner that runs on workers, as the stop button does: after the batch
+        at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
+        False if no call runs."""
+
     def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True):
         """Run `tta` on workers, one per GPU. Return predictions on the `ds_idx` dataset or `dl` using Test Time Augmentation"""
 

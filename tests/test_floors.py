@@ -106,7 +106,7 @@ def violations(module, source, modules=NUMBERS):
 
 
 # What these say of CUDA is about CUDA: its settings, and variables that it reads
-OF_CUDA = {'launch.rank': {'torch.backends.cuda'}}
+OF_CUDA = {'payload.pairs': {'torch.backends.cuda'}, 'payload.patches': {'cuda'}}
 
 
 def kinds_named(module, source):

@@ -86,6 +86,9 @@ PAGE = {
         "RankRaised: rank 0 raised TypeError: Exception occured in WandbCallback ... vars() argument must "
         "have __dict__ attribute",
         "`WandbCallback` of fastai 2.8.12 fails with fastcore 2.2, in a fit without workers, too."),
+    'a count of zero': (
+        "RankRaised: rank 1 raised ZeroDivisionError: division by zero (epoch 0)",
+        "A callback divides by the number of its batches, and a worker has none of a small validation set."),
     'batch size built in': (
         "RankRaised: rank 0 raised RuntimeError: Expected hidden size (2, 16, 64), got [2, 8, 64]",
         "The model keeps a state for as many rows as the loader's batch has; with `batch='global'` a worker "

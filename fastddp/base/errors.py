@@ -123,6 +123,10 @@ _SURROUNDINGS = [
         "WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit "
         "together there. Install another version of one of them, or leave the callback out.",
         lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
+    Trouble('a count of zero',
+        "A worker has its part of the batches, and of a small set perhaps none: a metric or "
+        "callback that divides by its own count must ask for that first.",
+        lambda k,m: k == 'ZeroDivisionError'),
     Trouble('batch size built in',
         "Pass batch='per_worker': the model has a batch size built in, and with batch='global' a "
         "worker gets a part of each batch.",
@@ -213,6 +217,10 @@ class NotPicklable(CantDistribute):
         if self.is_result:
             return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
                     "made of instead, such as numbers, tensors and lists.")
+        if 'sqlite3.Connection' in self.why:
+            return (f"{self.path} can't be sent to the workers ({self.why}). A cell says how each "
+                    "opens it: copyreg.pickle(sqlite3.Connection, lambda c: (sqlite3.connect, "
+                    "(c.execute('pragma database_list').fetchone()[2],))).")
         if self.factory: other = f", or build it in the workers with {self.factory}=."
         # an object of a library can't be made elsewhere
         elif self.path.startswith('learn'):

@@ -41,6 +41,7 @@ class Failure(NamedTuple):
     # `(index, path or '')` of the items of the batch at hand, as far as they are known
     items:tuple=()
     bad:tuple=()        # `(index, name)` of the item that failed, where that is known
+    contents:dict={}    # Of the libraries' modules in the traceback, see `payload.patches`
     def __str__(self):
         message = f": {cut(self.message, 2000)}" if self.message else " (without a message)"
         where = f" ({self.where})" if self.where else ''

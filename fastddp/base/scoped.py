@@ -129,6 +129,7 @@ class StopButton:
         return with_context(_button, self)
 
 _button = contextvars.ContextVar('fastddp-stop', default=None)      # this thread's `StopButton`
+stop_button = _button.get
 
 def in_main_thread():
     "Return True in the main thread, which lives as long as its process"

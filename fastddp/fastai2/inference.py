@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.scoped import with_attrs
+from .events import reads_validation
 from .loaders import (
     Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
 from ..launch.training import has_kind
@@ -67,7 +68,14 @@ def why_one_process(learn, # The learner that predicts
                      "from one process.")
     if rows_are_streams(dl, learn.model):
         return True,"the model keeps state from batch to batch (it has a `reset`)."
-    return False,''
+    return bool(reader := reading_callback(learn)),reader
+
+def reading_callback(learn):
+    "Return a sentence about a callback that is to see all batches of a validation, or ''"
+    names = [cb.name for cb in learn.cbs if reads_validation(cb)]
+    if not names: return ''
+    return (f"learn.{names[0]} reads its batches. Faster: `run_valid = False`, or collect in a "
+            "Metric.")
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):
@@ -166,7 +174,10 @@ def infer_in_group(learn, # A learner, the same on all ranks
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     here,_ = why_one_process(learn, dl, n)
-    return here or fit.losses.validates_all(learn.loss_func)
+    reader = reading_callback(learn)
+    if reader:
+        fit.losses.print_once(f"Each worker validates all batches, since {reader}", 'reader')
+    return here or bool(reader) or fit.losses.validates_all(learn.loss_func)
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):

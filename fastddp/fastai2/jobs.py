@@ -161,17 +161,27 @@ class Sender:
         dl=None # The loader of a validation
     ):
         self.ctx = ctx
+        # The `Fit`: with the state of its common random streams the notebook goes on
+        self.fit = None
         if ctx.rank: return
         places = Places(root_of(learn, cbs, dl)).find(edges)
         # in the notebook's own process these are the notebook's
         modules = [o for o in places.objects.values() if isinstance(o, types.ModuleType)]
         self.changes = Changes(learn, places, modules if ctx.is_notebook else ())
     def send(self, name,
-        fit, # The `Fit`: with the state of its common random streams the notebook goes on
         **kwargs # As of `Changes.capture`
     ):
         if self.ctx.rank: return
-        self.ctx.put(name, self.changes.capture(fit.common.state(), **kwargs))
+        self.ctx.put(name, self.changes.capture(self.fit.common.state(), **kwargs))
+    @contextmanager
+    def sending_raised(self):
+        """Context manager of a fit: send its state if a callback raises an exception. The notebook
+        uses it if all ranks have raised that, as to give up a trial"""
+        try: yield
+        except (Exception,SystemExit) as e:
+            if self.fit and e is self.fit.together.raised:
+                with suppress(Exception): self.send('raised')
+            raise
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #14cdc997
 def call_fit(learn,
@@ -260,11 +270,13 @@ def fit_job(ctx, obj):
     changes = Sender(ctx, learn, cbs, obj['edges'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
-    with (suppress_lines(wants_no_lines(learn)),
+    with (changes.sending_raised(), suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, cbs, fit)):
-        ours = [noted, EndOfAll(noted, partial(changes.send, 'epoch', fit, ended=False))]
+        changes.fit = fit
+        keep = partial(changes.send, 'epoch', ended=False)
+        ours = [noted, EndOfAll(noted, keep)]
         if call['resumed'] is not None:
             resume = ResumeFit(learn, sent_cbs, call['resumed'])
             ours.append(resume)
@@ -277,7 +289,7 @@ def fit_job(ctx, obj):
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
     grads = 'all' if fit.same_model.has_unused_grads else 'zeros'
-    changes.send('cut' if interrupted else 'state', fit, grads=grads)
+    changes.send('cut' if interrupted else 'state', grads=grads)
     report = fit.together.clock.totals() | resource_use(learn)
     return noted.progress.result(interrupted, report=report)
 
@@ -324,12 +336,13 @@ def infer_job(ctx, obj):
     ctx.items = lambda: noted.items(learn)
     with (distributed(learn, stop_requested=ctx.stop_requested, sync_bn=False,
                       shard_dls=False) as fit, learn.added_cbs([noted])):
+        changes.fit = fit
         own = fit.data.shard(dl, train=False)
         part,cancelled = until_cancelled(lambda: validate_part(learn, own, fit))
     report = fit.together.clock.totals() | resource_use(learn, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
-    changes.send('state', fit, weights=False)
+    changes.send('state', weights=False)
     return Inferred(part, cancelled, dl_state(dl), noted.progress.result(report=report))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4a1dcf25

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
-import contextlib, warnings
+import contextlib, sys, warnings
 from functools import partial
 
 import fastai.callback.schedule
@@ -19,12 +19,13 @@ from ..base.errors import CantDistribute
 from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
-from .learner_job import start_job
+from .learner_job import session_of, start_job
 from .loaders import with_loaders
 from .resume import (
     UserCall, call_from_file, call_to_resume,
     checkpoint_writer, claimed_file, load_weights, resume_points)
 from .session import Session
+from ..launch.held_gpus import running_jobs
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import wants_no_lines
@@ -88,7 +89,32 @@ def distrib_ctx(self:Learner,
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx
 
-OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS)
+class _StaysOurs:
+    "Finds `fastai.distributed` for Python's import, and restores `distrib_ctx` once that has run"
+    def find_spec(self, name, *args):
+        if name != 'fastai.distributed': return None
+        others = (o for o in sys.meta_path if not isinstance(o, _StaysOurs))
+        spec = next((s for o in others if (s := o.find_spec(name, *args))), None)
+        if spec is None: return None
+        run = spec.loader.exec_module
+        def exec_module(module):
+            run(module)
+            Learner.distrib_ctx = Learner._distrib_ctx
+        spec.loader.exec_module = exec_module
+        return spec
+
+sys.meta_path[:] = [_StaysOurs(), *(o for o in sys.meta_path if type(o).__name__ != '_StaysOurs')]
+
+# Options of fastai's own `distrib_ctx`, which passes them on to accelerate
+_OF_ACCELERATE = dict(
+    mixed_precision="For mixed precision write learn.to_fp16() or learn.to_bf16().",
+    gradient_accumulation_steps="Give the learner the callback GradientAccumulation(n_acc=...).",
+    cpu="For workers on the CPU write gpus=[].",
+    split_batches="To divide each batch write batch='global'.",
+    device_placement="Each worker has a GPU of its own; gpus= chooses them.")
+
+OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS,
+                  unsupported=_OF_ACCELERATE)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #08c1cf1b
 def _check_block(given):
@@ -187,6 +213,15 @@ def distrib_resume(self:Learner,
         call = call_to_resume(self)
     if not wait: return start_job(self, call, True)
     with self._distrib_ctx(**call.options): return call.run(self)
+
+@patch
+def distrib_stop(self:Learner):
+    """Stop the call of this learner that runs on workers, as the stop button does: after the batch
+    at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
+    False if no call runs."""
+    jobs = [job for job in running_jobs if job.learn is self]
+    for job in jobs: job.stop()
+    return bool(jobs) or (session := session_of(self)) is not None and session.stop()
 
 @patch
 def distrib_load(self:Learner,

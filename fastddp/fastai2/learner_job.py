@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a004
-import copy, threading, zlib
+import copy, zlib
 from contextlib import ExitStack
 
 import torch
@@ -112,7 +112,7 @@ class LearnerJob(BackgroundJob):
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
         self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
-        session = _session_of(learn)
+        session = session_of(learn)
         if session is None or isinstance(session.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
@@ -123,7 +123,7 @@ class LearnerJob(BackgroundJob):
     def _make_call(self):
         "Make the call with the twin, in the thread of the job, and return what it returns."
         with self.until_end, replaced_in_dumps(self.twin.counterparts):
-            session = _session_of(self.twin.learn)
+            session = session_of(self.twin.learn)
             session.thread = threading.current_thread()     # it takes no calls of other threads
             line = gpu_memory_note(self.original, session.gpus)
             if line and not session.quiet(): print_line(line)
@@ -183,7 +183,7 @@ class LearnerJob(BackgroundJob):
         self.twin = self.epoch = None
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
-def _session_of(learn):
+def session_of(learn):
     """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
     Return None if no block is open, or if its fits run in this process."""
     return getattr(vars(learn).get('fit'), '__self__', None)

@@ -154,7 +154,9 @@ def on_success(self:FitCall, out):
 
 @patch
 def on_failure(self:FitCall, e, is_last):
-    # rank 0 has stopped in an epoch and sent that, but another rank didn't stop
+    # all ranks have left the fit at the same event, as one process would
+    if is_last and e.raised: e.state,e.cut = e.raised,True
+    # else rank 0 has stopped in an epoch and sent that, but another rank didn't stop
     if e.cut: self.save(e.epoch)
     Call.on_failure(self, e, is_last)
 

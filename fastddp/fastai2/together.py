@@ -144,6 +144,7 @@ class Together(OurCallback):
         self.is_alone = False
         self.order_differed = False     # ranks have drawn different orders
         self.has_stopped = False    # a vote has raised KeyboardInterrupt, on all ranks
+        self.raised = None          # the last exception that a callback of this rank has raised
         # fits that run, one inside the other. 1: the fit itself; a callback's `learn.validate`
         # begins a fit, too
         self.fit_depth = 0
@@ -333,7 +334,7 @@ def _call_all(self:EventDispatcher, event_name, is_outermost):
         # A process that a callback has forked ends here: if the exception went on, it would
         # end the loader's processes, which the rank needs
         if os.getpid() != self.rank_pid: end_fork(e)
-        exc = _raised_by_callback(e)
+        exc = self.together.raised = _raised_by_callback(e)
         if isinstance(exc, StopIteration):
             raise RuntimeError(_STOPPED.format(event_name)) from exc
         if exc is not e: raise exc from None

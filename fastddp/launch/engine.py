@@ -27,6 +27,7 @@ from ..process.helper import private_folder
 #     'epoch'    at the end of each epoch       `epoch`              `epoch`; `state`, too, if alone
 #     'state'    at the end of the job          `state`              `state`
 #     'cut'      instead, if interrupted        `state`, and `cut`   `state`, and `cut`
+#     'raised'   a callback raises an exception  -                   `raised`, if all ranks do so
 #
 # Each is then `(meta, buffers)`, as `load` takes it. The buffers may be memory that the engine uses
 # again (see `Outcome`, `EpochEnd`): copy what is to stay.
@@ -53,10 +54,11 @@ class Outcome(NamedTuple):
 # %% ../../nbs/launch/502_engine.ipynb #6188ea01
 def add_state(
     e, # The exception that ended a job
-    latest # What rank 0 put last: 'state', 'cut' or 'epoch' -> `(meta, buffers)`
+    latest # What rank 0 put last: 'state', 'cut', 'raised' or 'epoch' -> `(meta, buffers)`
 ):
-    "Gives `e` the `state`, `epoch` and `cut` that `Launcher.run` promises"
+    "Gives `e` the `state`, `epoch`, `cut` and `raised` that `Launcher.run` promises"
     e.epoch,whole,cut = (latest.get(k) for k in ('epoch','state','cut'))
+    e.raised = latest.get('raised')
     e.state = whole or cut or e.epoch
     e.cut = bool(cut and not whole)
 

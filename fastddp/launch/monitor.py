@@ -20,6 +20,7 @@ from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from .load import load_line
 from ..output.replay import Replay, print_line
+from ..payload.patches import lacking
 from ..payload.pickling import load
 
 # %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
@@ -136,6 +137,13 @@ def _failures(self:Monitor):
     is_asked = self.stop_asked_at is not None
     return [f for f in self.ends['failed'].values()
             if not (is_asked and f.kind == 'KeyboardInterrupt')]
+
+@patch
+def _failed_alike(self:Monitor):
+    "Return True if all ranks have raised the same exception at the same place"
+    failures = self._failures()
+    alike = {(f.kind, f.where) for f in failures}
+    return len(failures) == len(self.workers.ranks) and len(alike) == 1
 
 @patch
 def _log_size(self:Monitor, r):
@@ -319,6 +327,11 @@ def _raised(self:Monitor, failure, *later):
     err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
     err.__cause__ = original
     err.log = self._log(err.rank, 1000)
+    if lacks := lacking(failure.contents):
+        some = ', '.join(lacks[:4])+(' ...' if lacks[4:] else '')
+        err.remedy = (f"{err.remedy} The notebook has set something in {some}, and the worker "
+                      "hasn't got it. If that is the reason: `fastddp.setup(fn)` has each worker "
+                      "call `fn()` first.").strip()
     return err
 
 # %% ../../nbs/launch/503_monitor.ipynb #3002650b
@@ -341,6 +354,7 @@ def wait(self:Monitor):
     # the notebook's own failures, too, such as a closed output
     except BaseException as e:
         add_state(e, self._latest)
+        if not self._failed_alike(): e.raised = None
         raise
     latest = self._latest
     return Outcome(results, bool(self.interrupts.count),

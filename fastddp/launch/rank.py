@@ -8,10 +8,8 @@ __all__ = []
 # %% ../../nbs/launch/500_rank.ipynb #13824990
 import ctypes, gc, os, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext, suppress
-from operator import attrgetter
 from typing import NamedTuple
 
-import numpy as np, torch
 from fastcore.basics import noop, store_attr
 
 from ..base import board, group
@@ -20,13 +18,15 @@ from ..base.device import (
 from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.handles import flush_writers
+from ..payload import patches
+from ..payload.pairs import as_text, read_settings, take_settings
 from ..payload.pickling import Payload, dump, imports, load
 from ..process.worker import function_ref, resolve_function
 from ..process.workers import Heartbeat, Heartbeats
 
 # %% ../../nbs/launch/500_rank.ipynb #a58ba397
 # In order: what all engines use (`Job`, `Context`, `call`); then what runs in a worker: its
-# context, the process group, `run_on_rank`; and the settings of the notebook's process.
+# context, the process group, `run_on_rank`; and what the notebook has set for its process.
 #
 # Used here:
 #   Channel (`process.worker`)      the worker's connection, which outlives jobs. `emit` and `put`
@@ -127,7 +127,7 @@ class RankSpec(NamedTuple):
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
     work:str            # `Job.work`
-    settings:dict       # As `notebook_settings` returns them
+    settings:tuple      # As `notebook_settings` returns them
 
 # %% ../../nbs/launch/500_rank.ipynb #911963a5
 class _WorkerContext(Context):
@@ -215,7 +215,7 @@ def run_on_rank(
     device = group.use_device(spec.gpu, spec.threads)
     bind_near(spec.gpu)
     if device.type == 'cpu': keep_freed_memory()
-    take_settings(spec.settings)
+    set_for_process(*spec.settings)
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         _join_group(channel, spec, device)
         ctx = _WorkerContext(channel, spec, device)
@@ -245,82 +245,17 @@ def _free_memory(device):
     if device.type == 'cpu': trim_memory()
     else: device_module().empty_cache()
 
-# %% ../../nbs/launch/500_rank.ipynb #2f435573
-# What the notebook has set for its process, as by `torch.set_default_dtype`: workers take it over
-
-class Setting(NamedTuple):
-    "A setting of a library or of Python that holds for the whole process"
-    read:object     # A function without arguments; returns the setting
-    write:object    # A function of a value that `read` returned, in this or another process
-
-def _attr(path):
-    "The attribute at a dotted `path` of `torch.backends` as a `Setting`; a library may lack it"
-    *owner,k = path.split('.')
-    def o(): return attrgetter('.'.join(['backends', *owner]))(torch)
-    return Setting(lambda: getattr(o(), k), lambda v: setattr(o(), k, v))
-
-def _switch(name):
-    "What `torch.backends.cuda.enable_<name>` sets, as a `Setting`"
-    cuda = torch.backends.cuda
-    return Setting(lambda: getattr(cuda, f'{name}_enabled')(),
-                   lambda v: getattr(cuda, f'enable_{name}')(v))
-
-# %% ../../nbs/launch/500_rank.ipynb #013f26ff
-_BACKENDS = '''
-    cudnn.enabled cudnn.benchmark cudnn.deterministic cudnn.allow_tf32 cudnn.benchmark_limit
-    cuda.matmul.allow_fp16_reduced_precision_reduction
-    cuda.matmul.allow_bf16_reduced_precision_reduction cuda.matmul.allow_fp16_accumulation
-    fp32_precision cudnn.fp32_precision cuda.matmul.fp32_precision cudnn.conv.fp32_precision
-    cudnn.rnn.fp32_precision mkldnn.matmul.fp32_precision mkldnn.conv.fp32_precision
-    mkldnn.rnn.fp32_precision'''.split()
-_ATTENTION = 'flash_sdp','mem_efficient_sdp','math_sdp','cudnn_sdp'
-
-_TORCH = {
-    'torch.get_default_dtype': Setting(torch.get_default_dtype, torch.set_default_dtype),
-    'torch.get_float32_matmul_precision': Setting(torch.get_float32_matmul_precision,
-                                                  torch.set_float32_matmul_precision),
-    'torch.use_deterministic_algorithms': Setting(
-        lambda: (torch.are_deterministic_algorithms_enabled(),
-                 torch.is_deterministic_algorithms_warn_only_enabled()),
-        lambda v: torch.use_deterministic_algorithms(v[0], warn_only=v[1])),
-    'torch.autograd.set_detect_anomaly': Setting(
-        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
-        lambda v: torch.autograd.set_detect_anomaly(*v)),
-    'torch.set_printoptions': Setting(
-        lambda: dict(vars(torch._tensor_str.PRINT_OPTS)),
-        lambda v: vars(torch._tensor_str.PRINT_OPTS).update(v)),
-    **{f'torch.backends.{k}': _attr(k) for k in _BACKENDS},
-    **{f'torch.backends.cuda.enable_{k}': _switch(k) for k in _ATTENTION}}
-
-# %% ../../nbs/launch/500_rank.ipynb #3d81ed4b
-_PRINTED = 'precision','threshold','edgeitems','linewidth','suppress'
-
-def _print_options():
-    "numpy's print options without the `formatter`, a function, which stays in the notebook"
-    options = np.get_printoptions()
-    return {k:options[k] for k in _PRINTED}
-
-# What sets it, for readers -> its `Setting`
-SETTINGS = {
-    **_TORCH,
-    'numpy.set_printoptions': Setting(_print_options, lambda v: np.set_printoptions(**v)),
-    'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v)),
-    'sys.setrecursionlimit': Setting(sys.getrecursionlimit, sys.setrecursionlimit)}
-
-# %% ../../nbs/launch/500_rank.ipynb #60e97d13
-def _value(setting):
-    "Return a `Setting`; None where torch lacks it, or where the user has set it in another way"
-    with suppress(Exception): return setting.read()
-
+# %% ../../nbs/launch/500_rank.ipynb #a618e940
 def notebook_settings():
-    "Return all `SETTINGS` of this process by name, for `take_settings` in another one"
-    values = {k:_value(s) for k,s in SETTINGS.items()}
-    return {k:v for k,v in values.items() if v is not None}
+    """Return what the notebook has set in libraries, for `set_for_process` in a worker. Without a
+    helper: all settings, and no attributes"""
+    settings,marks = read_settings(),patches.marks_of_helper()
+    if marks is None: return settings,[]
+    theirs = marks['settings']
+    differing = {k for k,text in as_text(settings).items() if text != theirs.get(k)}
+    return {k:settings[k] for k in differing}, patches.changed_attributes(marks['attributes'])
 
-def take_settings(settings # What `notebook_settings` returned in the notebook
-):
-    "Set in this process what differs there"
-    for k,v in settings.items():
-        # a worker on another machine may have a torch without CUDA
-        with suppress(AttributeError):
-            if _value(SETTINGS[k]) != v: SETTINGS[k].write(v)
+def set_for_process(settings, attributes):
+    "Set in this worker what the notebook has set, and undo what it has reset"
+    take_settings(settings)
+    patches.set_attributes(attributes)

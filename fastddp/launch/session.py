@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import threading, warnings
-from contextlib import contextmanager
+import _thread, threading, warnings
+from contextlib import contextmanager, nullcontext
 
 from fastcore.basics import noop, patch, store_attr
 from torch import nn
@@ -15,7 +15,8 @@ from torch.nn.parameter import UninitializedParameter
 
 from ..base.device import OutOfMemory, device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
-from ..base.scoped import delay_interrupts, uninterrupted_exit, with_attrs
+from ..base.scoped import (
+    StopButton, delay_interrupts, in_main_thread, stop_button, uninterrupted_exit, with_attrs)
 from .engine import Job
 from .report import Report, advice_line, banner_line, summary_line
 from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
@@ -181,7 +182,8 @@ def apply_state(self:Call, e):
     """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
     'nothing'; set `e.kept`"""
     # states map shared memory, and an exception may live long
-    state,e.state,e.epoch = e.state,None,None
+    state = e.state
+    e.state = e.epoch = e.raised = None
     if state and self.apply_failed != 'nothing':
         self.apply(*state)
         self.has_result = True
@@ -243,8 +245,8 @@ class Session:
         store_attr()
         self.last_banner = None         # the line that `print_banner` has printed last
         self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
-        # the only thread whose calls are accepted; a background job sets its own
-        self.thread = threading.current_thread()
+        self.calling = threading.RLock()    # held by the thread whose call runs
+        self.button = None                  # `StopButton` or 'ctrl-c': what stops that call
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
     def note(self): return None         # a further line about the fit, or None
@@ -270,12 +272,12 @@ def train(self:Session, call):
 @contextmanager
 def showing_lines(self:Session, call):
     """Context around `call` that hides our lines if the learner wants none, and tells where an
-    interrupt stopped it; raises `CantDistribute` in another thread than that of the session"""
-    if threading.current_thread() is not self.thread:
-        raise CantDistribute(f"{self.thread.name} has this learner on workers (a distrib_ctx "
-                             "block or a learn.distrib_* call), and no other thread's call can "
-                             "run beside it. Wait until it ends.")
-    with suppress_lines(self.quiet()):
+    interrupt stopped it; raises `CantDistribute` while another thread's call runs"""
+    if not self.calling.acquire(blocking=False):
+        raise CantDistribute("Another thread has this learner on workers (a call in a distrib_ctx "
+                             "block, or a learn.distrib_* call), and no other call can run beside "
+                             "it. Wait until it ends; learn.distrib_stop() stops it.")
+    with suppress_lines(self.quiet()), self._stoppable():
         try: yield
         except KeyboardInterrupt as e:
             end_line()
@@ -284,6 +286,26 @@ def showing_lines(self:Session, call):
             print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
             shorten_traceback(e)
             raise
+        finally: self.calling.release()
+
+@patch
+@contextmanager
+def _stoppable(self:Session):
+    "Context manager of a call that `stop` stops, also in a thread, to which Ctrl-C doesn't come"
+    outer = self.button
+    button = stop_button() or ('ctrl-c' if in_main_thread() else StopButton())
+    with button.in_thread() if isinstance(button, StopButton) else nullcontext():
+        self.button = button
+        try: yield
+        finally: self.button = outer
+
+@patch
+def stop(self:Session):
+    "Stop the call that runs, as Ctrl-C does; from any thread. Return False if there is none"
+    button = self.button
+    if isinstance(button, StopButton): button.press()
+    elif button: _thread.interrupt_main()
+    return button is not None
 
 # %% ../../nbs/launch/511_session.ipynb #125bd284
 @patch
@@ -313,7 +335,7 @@ def place_after_failure(self:Session, call, e):
         if not isinstance(why, CantDistribute): raise
         print_line(f"No restart: {why}")
         raise e from None
-    e.state = None      # the next try begins without it
+    e.state = e.raised = None       # the next try begins without it
 
 # %% ../../nbs/launch/511_session.ipynb #6e529662
 @patch

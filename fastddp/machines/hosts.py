@@ -283,7 +283,7 @@ def _network_failure(self:Machines, e):
     why = f"the network between the machines seems to have failed: {failure.message}"
     err = RankDied(failure.rank, why, failure.where, e.log, hosts[failure.rank])
     # what rank 0 left of the job, and the failures of other ranks
-    for k in ('state','cut','epoch','others'): setattr(err, k, getattr(e, k))
+    for k in ('state','cut','raised','epoch','others'): setattr(err, k, getattr(e, k))
     return err
 
 # %% ../../nbs/machines/615_hosts.ipynb #67376dc2

@@ -268,7 +268,7 @@ def _(f, pickler):
     make,args,state = reduced[:3]
     code,_,*rest = args         # the second one are the globals; `slots` has them, too
     attrs,slots = state
-    return (_load_library_function, (make, f.__module__, code, *rest),
+    return (_load_library_function, (make, f.__globals__['__name__'], code, *rest),
             (attrs, slots|dict(__globals__={})), *reduced[3:])
 
 def _seems_of_library(f):
@@ -278,9 +278,9 @@ def _seems_of_library(f):
 
 def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
-    module = sys.modules.get(f.__module__)
+    module = sys.modules.get(f.__globals__.get('__name__'))     # numpy sets another `__module__`
     if getattr(module, '__dict__', None) is not f.__globals__: return False
-    if f.__module__ == '__main__' or module.__spec__ is None: return False
+    if module.__name__ == '__main__' or module.__spec__ is None: return False
     return '<locals>' not in f.__qualname__
 
 def _load_library_function(make, module, code, *args):

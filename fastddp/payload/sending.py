@@ -13,7 +13,7 @@ from ..base.rng import CommonRNG
 from .blame import not_picklable
 from .columns import ColumnCache
 from .patches import collect_patches
-from .pickling import dump
+from .pickling import dump, without_frames
 from .settings import Settings
 
 # %% ../../nbs/payload/111_sending.ipynb #57c97064
@@ -25,7 +25,8 @@ def dump_or_blame(
     "Return `dump(obj, **kwargs)`; raises `NotPicklable`, which names the path to the cause"
     try: return dump(obj, **kwargs)
     except KeyboardInterrupt: raise
-    except BaseException as e: error = e        # also SystemExit: a `__reduce__` may exit
+    # also SystemExit: a `__reduce__` may exit
+    except BaseException as e: error = without_frames(e)
     raise not_picklable(obj, roots, error, dump)
 
 # %% ../../nbs/payload/111_sending.ipynb #57c97065

@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08003
-import operator, os, sys, types, uuid, warnings
+import operator, sys, types
 from contextlib import suppress
 from enum import EnumMeta
-from typing import NamedTuple
 
 import numpy as np, torch
 
 from .kinds import is_own_module, is_value, kind
+from .patches import FLAGS, _this_process
 from .pickling import dump
 from .reducers import reduces
 
@@ -32,17 +32,10 @@ from .reducers import reduces
 _LEFT_OUT = {*sys.stdlib_module_names,'torch','numpy','pandas','fastddp','cloudpickle','IPython',
              'fastprogress','tqdm','__main__','__mp_main__'}
 
-# These say where a process runs
-_FLAGS = {'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON','IN_COLAB'}
-
 _MAX_ITEMS = 1000           # of a container
 _MAX_BYTES = 2**20          # of an array of a library
 _MAX_OWN_BYTES = 2**27      # of an array of the user's own modules
 _MAX_DEPTH = 5              # of containers in containers
-
-class _Other(NamedTuple):
-    "Is in the place of an object that isn't plain"
-    type:str
 
 def is_plain(v, depth=_MAX_DEPTH):
     "Return True for a number, text, path, small array and the like, and for a container of these"
@@ -66,12 +59,9 @@ def is_data(v):
 
 def settings_of(o # A class or module
 ):
-    "Return `{name: value}` of the settings of `o`; an `_Other` for what isn't plain"
-    found = {k:v for k,v in vars(o).copy().items()
-             if not k.startswith('_') and k not in _FLAGS and is_data(v)}
-    return {k:v if is_plain(v) else _Other(_type_name(v)) for k,v in found.items()}
-
-def _type_name(v): return f'{type(v).__module__}.{type(v).__qualname__}'
+    "Return `{name: value}` of the settings of `o`"
+    return {k:v for k,v in vars(o).copy().items()
+            if not k.startswith('_') and k not in FLAGS and is_data(v) and is_plain(v)}
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08008
 _ABSENT = object()
@@ -80,21 +70,15 @@ def set_settings(
     o,          # A class or module
     values      # What `settings_of` returned for it in another process
 ):
-    """Set the settings that differ; lists, dicts and sets in place, since other names may refer to
-    them. Return the names of those that can't be set"""
-    failed = []
+    "Set those that differ; lists, dicts and sets in place, since other names may refer to them"
     for name,v in values.items():
         own = vars(o).get(name, _ABSENT)
-        if isinstance(v, _Other):
-            if own is _ABSENT or _type_name(own) != v.type: failed.append(name)
-        elif not _is_same(own, v):
-            try:
-                if type(v) in (list,dict,set) and type(own) is type(v):
-                    own.clear()
-                    own.extend(v) if type(v) is list else own.update(v)
-                else: setattr(o, name, v)
-            except Exception: failed.append(name)
-    return failed
+        if _is_same(own, v): continue
+        with suppress(Exception):
+            if type(v) in (list,dict,set) and type(own) is type(v):
+                own.clear()
+                own.extend(v) if type(v) is list else own.update(v)
+            else: setattr(o, name, v)
 
 def _is_same(a, b):
     "True if two plain values are equal"
@@ -127,19 +111,12 @@ def library_settings(named # Classes, functions and modules
 
 def set_library_settings(rows # What `library_settings` returned
 ):
-    "Set those that differ; warn of those that can't be set"
-    failed = []
+    "Set those that differ"
     for module,cls,values in rows:
         # a class that a function has made can't be found by its name
         with suppress(AttributeError, KeyError):
             owner = sys.modules[module]
-            if cls: owner = operator.attrgetter(cls)(owner)
-            failed += [f"{module}.{cls+'.' if cls else ''}{k}" for k in set_settings(owner, values)]
-    if not failed: return
-    some = ', '.join(failed[:4])+(' ...' if failed[4:] else '')
-    warnings.warn(f"fastddp: {some} can't be sent to the workers, which have what the import of "
-                  "the library has set there. Set it in a function that the workers call, such as "
-                  "before_fit of a callback.")
+            set_settings(operator.attrgetter(cls)(owner) if cls else owner, values)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800c
 def own_modules(named # Classes, functions and modules
@@ -165,7 +142,7 @@ def own_variables(o # A module, or a class or function of one
 ):
     "Return `{name: value}` of the variables that are sent to the workers"
     def is_sent(name, v):
-        if type(name) is tuple or name.startswith('_abc_') or name in _FLAGS: return False
+        if type(name) is tuple or name.startswith('_abc_') or name in FLAGS: return False
         is_array = isinstance(v, (torch.Tensor,np.ndarray))
         return is_data(v) and not (is_array and v.nbytes > _MAX_OWN_BYTES)
     return {name:v for name,v in kind(o).attrs(o).items() if is_sent(name, v)}
@@ -178,11 +155,6 @@ def set_own_variables(o, values):
         with suppress(Exception): kind(o).write(o, {name:v}, [], None)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800e
-_process_token = uuid.uuid4().hex   # two machines may have processes of the same pid
-
-# a forked process has the same token, and another pid
-def _this_process(): return _process_token,os.getpid()
-
 class Settings:
     """Is pickled as the settings of what was pickled before it, and loaded as None. Make it an item
     behind all others"""

@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, errno, gc, importlib, os, pickle, pkgutil, shutil, signal, socket, stat
+import atexit, ctypes, errno, gc, importlib, marshal, os, pickle, pkgutil, shutil, signal, socket
 from contextlib import contextmanager, suppress
-import struct, subprocess, sys, tempfile, threading, time, traceback, warnings
+import stat, struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
 from multiprocessing import connection
 from typing import NamedTuple
@@ -340,8 +340,8 @@ def serve(
     libraries=(),   # Other modules to import; one that fails is left out
     path=None       # `sys.path` for these imports
 ):
-    """Run the helper: import `modules`, then fork a worker for each request; doesn't return. With
-    `libraries` it exits instead if it can't fork after their import, else sends a message"""
+    """Run the helper: import `modules`, send what they have set, then fork a worker for each
+    request; doesn't return. With `libraries` it exits instead if it can't fork afterwards"""
     global _in_worker
     _in_worker = True
     gpus = _begin_helper(parent_pid)
@@ -352,9 +352,18 @@ def serve(
     gc.collect()
     gc.freeze()
     gc.enable()
-    if libraries:
-        with suppress(BrokenPipeError): sock.send(b'ready')
+    _send_marks(sock)
     _serve_forks(sock)
+
+def _send_marks(sock):
+    "In a fork of the helper, which goes on: send a file with the `make_marks` of `payload.patches`"
+    if os.fork(): return
+    try:
+        with open(os.memfd_create('fastddp-marks'), 'w+b') as f:
+            f.write(pkgutil.resolve_name('fastddp.payload.patches:make_marks')())
+            f.seek(0)
+            socket.send_fds(sock, [b'ready'], [f.fileno()])
+    finally: os._exit(0)
 
 def run_spawned(
     conn,        # Descriptor of the worker's socket
@@ -393,16 +402,22 @@ class _Helper:
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.has_forked = False         # True once it has forked a worker, so it has imported all
+        self.marks = None               # what it has sent, see `_send_marks`
         parent_pid = os.getpid() if in_main_thread() else 0
         args = theirs.fileno(),parent_pid,preloads()
         if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
         call = f'serve{args!r}'
         with theirs: self.popen = _start_python(call, [theirs.fileno()])
     def is_ready(self):
-        "Of one with `libraries`: True once it can fork workers, None before, False if it has ended"
-        try: return bool(self.sock.recv(16, socket.MSG_DONTWAIT))
-        except BlockingIOError: return None
+        "True once it can fork workers and has sent its marks, None before, False if it has ended"
+        if self.marks is not None: return True
+        # socket.recv_fds has a parameter for flags, but doesn't use it
+        if not connection.wait([self.sock], 0): return None
+        try: _,fds,*_ = socket.recv_fds(self.sock, 16, 1)
         except OSError: return False
+        if not fds: return False
+        with open(fds[0], 'rb') as f: self.marks = marshal.load(f)
+        return True
 
 # %% ../../nbs/process/404_helper.ipynb #951ff8ba
 _helper = None              # this process's `_Helper`
@@ -421,6 +436,14 @@ def ensure_helper():
 def warm():
     "Start the helper in the background, if this process uses one; returns at once"
     if start_method() == 'forkserver' and not _in_worker: ensure_helper()
+
+def marks_of_helper():
+    "Wait until the helper has imported all; return its marks (`payload.patches`), None without one"
+    if start_method() != 'forkserver' or _in_worker: return None
+    helper = ensure_helper()
+    while helper.is_ready() is None and not is_stopped(helper.popen.pid):
+        connection.wait([helper.sock], .05)
+    return helper.marks
 
 def helper_is_new():
     "True if the helper has forked no worker yet, so it may still be importing"
@@ -549,15 +572,15 @@ def warm_next():
     these modules, too, and replaces the present one once it is ready"""
     global _next
     noted = [*_noted]
-    _noted.clear()
     if start_method() != 'forkserver' or _in_worker or _helper is None: return
     with _lock:
         _replace_helper()
-        present = [*(_next or _helper).libraries]
+        # it goes on with its imports; what is noted meanwhile is for the one after it
+        if _next: return
+        _noted.clear()
+        present = [*_helper.libraries]
         modules = _worth_importing(noted, {*present, *_refused})
         if not modules: return
-        if _next: _next.sock.close()        # it exits; a later one has its modules, too
-        if _next: _replaced.append(_next)
         _next = _Helper([*dict.fromkeys(present+modules)][:_MAX_LIBRARIES])
 
 def _replace_helper():

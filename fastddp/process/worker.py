@@ -19,6 +19,7 @@ from ..base.device import in_bad_fork, reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
+from ..payload.patches import contents_of
 from ..payload.pickling import dump, load
 from ..payload.reducers import attr_of
 from .helper import end_forks_with_parent, end_with_parent
@@ -397,7 +398,9 @@ def _report(channel, e):
     "Send the `Failure` of a task that raised `e`"
     where = _value_of(channel.where, '')
     items = _value_of(channel.items, ())
-    channel.send('failed', failure_of(e, channel.rank, where, _pickled(e), items))
+    failure = failure_of(e, channel.rank, where, _pickled(e), items)
+    contents = contents_of({file for file,*_ in failure.frames})
+    channel.send('failed', failure._replace(contents=contents))
     # Free the frames of the traceback, which may hold a process group that others wait for.
     e.__traceback__ = None
     gc.collect()

@@ -17,10 +17,14 @@ from fastcore.basics import patch
 from ..base.board import Page
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
+from ..payload import patches
 from ..payload.buffers import Block
 from .worker import TOO_MANY_FILES, Pipe, Surroundings, function_ref, worker_main
-from .helper import (
-    HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
+from fastddp.process.helper import (
+    HelperEnded, marks_of_helper, new_folder, remove_folder, start_method, start_worker,
+    turn_off_helper)
+
+patches.marks_of_helper = marks_of_helper
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {

@@ -113,15 +113,6 @@ def test_settings_in_functions(module):
     assert ranch(2, lib.sizes) == [(4, dict(a=2, b=3))]*2
 
 
-def test_what_cannot_go_is_named(module, two, capfd):
-    lib = module('lib_named', LIBRARY, 'site-packages')
-    lib.TOOL = lib.threading.Event()
-    learn = learner(cbs=lib.Seen())
-    learn.distrib_fit(1, nprocs=2, launcher=two)
-    said = ''.join(capfd.readouterr())
-    assert said.count('lib_named.TOOL') == 1 and 'SIZE' not in said
-
-
 def own_modules(module, name):
     other = module(f'{name}_other', OTHER)
     return module(name, OWN.format(other=f'{name}_other')), other

@@ -182,7 +182,7 @@ def test_what_did_not_change_is_the_same_object(what, held):
     assert after[what] is before[what]
 
 
-@pytest.mark.parametrize('walk', [lambda: [*patches._namespaces(patches._selectors())], agent.own_modules],
+@pytest.mark.parametrize('walk', [lambda: patches._namespaces(patches._selectors()), agent.own_modules],
                          ids=['patches', 'files'])
 def test_modules_may_be_imported_meanwhile(walk):
     "By a thread, or by what a collection of garbage runs"

@@ -18,7 +18,7 @@ from fastddp.base import group
 from fastddp.launch.engine import Job
 from fastddp.launch.local import Local
 from fastddp.launch.options import engine_for
-from fastddp.launch.rank import notebook_settings, take_settings
+from fastddp.payload.pairs import read_settings, take_settings
 from fastddp.payload.pickling import dump
 from faults import OneFault
 from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
@@ -346,7 +346,7 @@ class Notes(Callback):
 
 
 def test_what_the_notebook_set(two):
-    before = notebook_settings()
+    before = read_settings()
     def fit():
         learn = learner(train=8, cbs=Notes())
         learn.distrib_fit(1, nprocs=2, launcher=two)

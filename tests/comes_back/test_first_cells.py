@@ -1,0 +1,160 @@
+"""What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
+import codecs, collections, collections.abc, decimal, functools, io, os, ssl, subprocess, sys
+import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch
+from fastai.callback.core import Callback
+from fastddp.all import *
+from PIL import Image, ImageFile, PngImagePlugin
+from torch.distributions import Distribution
+from parity import learner, warm
+
+pytestmark = pytest.mark.timeout(180)
+
+
+@pytest.fixture(scope='module')
+def two():
+    with warm(2) as launcher: yield launcher
+
+
+class Probe(Callback):
+    "Evaluates expressions in rank 0's process"
+    def __init__(self, probes): self.probes = probes
+    def before_fit(self): self.found = {k: attempt(p) for k, p in self.probes.items()}
+
+
+def attempt(probe):
+    try: return repr(eval(probe, {}))
+    except Exception as e: return type(e).__name__
+
+
+def found(probes, two):
+    learn = learner(train=8, valid=4, cbs=Probe(probes))
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    return learn.probe.found
+
+
+def saved(o):
+    f = io.BytesIO()
+    np.save(f, np.array([o], dtype=object))
+    return f.getvalue()
+
+
+DATA = saved({'a': 1})
+
+# what it is -> (its object, attribute, value, probe)
+ATTRIBUTES = {
+    'a flag': (ImageFile, 'LOAD_TRUNCATED_IMAGES', True, "__import__('PIL.ImageFile').ImageFile.LOAD_TRUNCATED_IMAGES"),
+    'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None,
+                                         "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS"),
+    'a constant that is gone': (Image, 'OLD_LANCZOS', Image.LANCZOS, "int(__import__('PIL.Image').Image.OLD_LANCZOS)"),
+    'a type that is gone': (np, 'int0', np.int64, "__import__('numpy').int0(2)"),
+    "a type of Python's": (np, 'float', float, "__import__('numpy').float('2')"),
+    'a class that has moved': (collections, 'Mapping', collections.abc.Mapping,
+                               "isinstance({}, __import__('collections').Mapping)"),
+    'a function with another default': (np, 'load', functools.partial(np.load, allow_pickle=True),
+                                        f"__import__('numpy').load(__import__('io').BytesIO({DATA!r}))[0]"),
+    'a partial of torch': (torch, 'load', functools.partial(torch.load, weights_only=False),
+                           "__import__('torch').load.keywords"),
+    'a property': (pd.DataFrame, 'n', property(lambda self: len(self)+100), "__import__('pandas').DataFrame([1]).n"),
+    'another function': (ssl, '_create_default_https_context', ssl._create_unverified_context,
+                         "__import__('ssl')._create_default_https_context.__name__")}
+
+# what it is -> (read, write, value, probe)
+PAIRS = {
+    'sklearn': (lambda: sklearn.get_config()['transform_output'], lambda v: sklearn.set_config(transform_output=v),
+                'pandas', "__import__('sklearn').get_config()['transform_output']"),
+    'pandas': (lambda: pd.get_option('display.precision'), lambda v: pd.set_option('display.precision', v), 1,
+               "__import__('pandas').get_option('display.precision')"),
+    'matplotlib': (lambda: matplotlib.rcParams['lines.linewidth'],
+                   lambda v: matplotlib.rcParams.update({'lines.linewidth': v}), 9.,
+                   "__import__('matplotlib').rcParams['lines.linewidth']"),
+    'decimal': (lambda: decimal.getcontext().prec, lambda v: setattr(decimal.getcontext(), 'prec', v), 3,
+                "__import__('decimal').getcontext().prec"),
+    'fast path': (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False,
+                  "__import__('torch').backends.mha.get_fastpath_enabled()"),
+    'recursion': (sys.getrecursionlimit, sys.setrecursionlimit, 5000, "__import__('sys').getrecursionlimit()"),
+    'distributions': (lambda: Distribution._validate_args, Distribution.set_default_validate_args, False,
+                      "__import__('torch.distributions').distributions.Distribution._validate_args"),
+    'sharing': (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy, 'file_system',
+                "__import__('torch').multiprocessing.get_sharing_strategy()")}
+PROBES = {k: v[-1] for k, v in {**ATTRIBUTES, **PAIRS}.items()}
+
+
+def test_what_first_cells_set_and_reset(two):
+    before = found(PROBES, two)
+    was = {k: read() for k, (read, *_) in PAIRS.items()}
+    with pytest.MonkeyPatch.context() as patch:
+        for owner, name, v, _ in ATTRIBUTES.values(): patch.setattr(owner, name, v, raising=False)
+        try:
+            for _, write, v, _ in PAIRS.values(): write(v)
+            here = {k: attempt(p) for k, p in PROBES.items()}
+            assert found(PROBES, two) == here
+            assert not [k for k in PROBES if here[k] == before[k]]      # each of them shows something
+        finally:
+            for k, v in was.items(): PAIRS[k][1](v)
+    assert found(PROBES, two) == before     # the same workers
+
+
+def register():
+    class MineFile(PngImagePlugin.PngImageFile): format = 'MINE'
+    Image.register_open('MINE', MineFile, lambda head: head[:4] == b'MINE')
+    Image.register_extension('MINE', '.mine')
+    codecs.register(lambda name: codecs.lookup('utf8') if name == 'mine' else None)
+
+
+NO_VALUE = {'plug-in': "__import__('PIL.Image').Image.EXTENSION.get('.mine')", 'codec': "'a'.encode('mine')"}
+
+
+def test_a_function_that_workers_run_first(two):
+    assert found(NO_VALUE, two) == {'plug-in': 'None', 'codec': 'LookupError'}
+    fastddp.setup(register)
+    try:
+        assert found(NO_VALUE, two) == {'plug-in': "'MINE'", 'codec': "b'a'"}
+        assert ranch(2, lambda: attempt(NO_VALUE['codec']))[1] == "b'a'"       # rank 0 is this process
+    finally: fastddp.setup(None)
+
+
+class Opens:
+    "A data set whose items are made by a library"
+    def __init__(self, n): self.n = n
+    def __len__(self): return self.n
+    def __getitem__(self, i):
+        Image.open(io.BytesIO(b'MINE'+bytes(40)))
+        return torch.zeros(6), 0
+
+
+def test_what_a_failed_worker_lacks_is_named():
+    learn = learner(train=8, valid=4)
+    learn.dls.train.dataset = Opens(8)
+    register()
+    try:
+        with pytest.raises(RankRaised) as e: learn.distrib_fit(1, nprocs=2)
+    finally:
+        Image.ID.remove('MINE')
+        for o in Image.OPEN, Image.EXTENSION: o.pop('MINE', o.pop('.mine', None))
+    assert 'PIL.Image.OPEN' in str(e.value) and 'fastddp.setup(fn)' in str(e.value)
+
+
+LATER = '''
+import os, sys
+sys.path.insert(0, {tests!r})
+from fastddp.all import *
+from parity import learner
+from fastai.callback.core import Callback
+from fastai.distributed import *        # as all examples of fastai have it
+class Where(Callback):
+    def before_fit(self): self.pid = os.getpid()
+learn = learner(cbs=Where())
+with learn.distrib_ctx(nprocs=2, sync_bn=False, in_notebook=True): learn.fit(1)
+print(learn.where.pid == os.getpid())
+for options in dict(mixed_precision='fp16'), dict(rubbish=7):
+    try:
+        with learn.distrib_ctx(**options): pass
+    except CantDistribute as e: print(e)
+'''
+
+
+def test_an_import_of_fastais_own_comes_last(tmp_path):
+    (tmp_path/'later.py').write_text(LATER.format(tests=os.path.dirname(os.path.dirname(__file__))))
+    out = subprocess.run([sys.executable, 'later.py'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert [*map(str.strip, out.stdout.splitlines()[-3:])][0] == 'False', out
+    assert 'learn.to_fp16()' in out.stdout and 'No option rubbish' in out.stdout
