@@ -71,6 +71,8 @@ PAIRS = {
                 "__import__('decimal').getcontext().prec"),
     'fast path': (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False,
                   "__import__('torch').backends.mha.get_fastpath_enabled()"),
+    'cudnn': (lambda: torch.backends.cudnn.deterministic, lambda v: setattr(torch.backends.cudnn, 'deterministic', v),
+              True, "__import__('torch').backends.cudnn.deterministic"),
     'recursion': (sys.getrecursionlimit, sys.setrecursionlimit, 5000, "__import__('sys').getrecursionlimit()"),
     'distributions': (lambda: Distribution._validate_args, Distribution.set_default_validate_args, False,
                       "__import__('torch.distributions').distributions.Distribution._validate_args"),
