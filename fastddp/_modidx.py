@@ -1395,6 +1395,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                        'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot.named_parts': ( 'fastai2/snapshot.html#named_parts',
                                                                                     'fastddp/fastai2/snapshot.py'),
+                                          'fastddp.fastai2.snapshot.nbytes_in': ( 'fastai2/snapshot.html#nbytes_in',
+                                                                                  'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot.place': ('fastai2/snapshot.html#place', 'fastddp/fastai2/snapshot.py'),
                                           'fastddp.fastai2.snapshot.place_dl': ( 'fastai2/snapshot.html#place_dl',
                                                                                  'fastddp/fastai2/snapshot.py'),

@@ -95,7 +95,7 @@ LEFT_OUT = object()
 _MAX_PARTS = 1000       # items of a list that are pieces of their own
 PART,GRADS = 'part','grads'     # in the place of an object's number
 
-def _itself(v): return v
+def _itself(v, holder): return v
 
 class Notes:
     "What each object of a `Places` holds, noted when this is made; `dump` returns what has changed"
@@ -181,7 +181,7 @@ class Notes:
         for name,v in attrs.items():
             was = note.attrs.get(name, LEFT_OUT)
             if name not in again and name in note.attrs and self._same(note, name, v, was): continue
-            user = self.stands_for(v)
+            user = self.stands_for(v, o)
             is_as_before = user is not v and user is was and name not in again
             if user is LEFT_OUT or is_as_before or isinstance(o, nn.Module) and _is_activation(v):
                 continue
@@ -198,7 +198,7 @@ class Notes:
             self._same(note, j, v, was) for j,(v,was) in enumerate(zip(items, before))): 
             if note.items is not None: return None
         if k is DICT: return k.items(o)
-        items = [v for v in map(self.stands_for, items) if v is not LEFT_OUT]
+        items = [u for v in items if (u := self.stands_for(v, o)) is not LEFT_OUT]
         is_as_before = not again and note.items is not None and _are_same_objects(items, before)
         return None if is_as_before and not self.stale and not note.parts else items
     def _changed_keys(self, i, note, before, items):
@@ -209,7 +209,7 @@ class Notes:
         again = {key.key for key in self.sent.get(i, ()) if type(key) is OF_KEY}
         pairs = [(key, v) for key,v in now.items() if key in again or key not in was
                  or not self._same(note, places[key], v, was[key])]
-        pairs = [(key, u) for key,v in pairs if (u := self.stands_for(v)) is not LEFT_OUT]
+        pairs = [(key, u) for key,v in pairs if (u := self.stands_for(v, self.places.objects[i])) is not LEFT_OUT]
         gone = [key for key in {*was, *again} if key not in now]
         # in another order
         kept = [key for key in was if key in now]
