@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai1/803_callbacks.ipynb #135acefe
 import sys
 from contextlib import ExitStack, contextmanager
+from functools import partial
 
 import torch
 from fastai import basic_train
@@ -342,7 +343,7 @@ def distributed_v1(learn,
     """Make `basic_train.fit` train `learn` together with the other ranks inside. All ranks enter
     it with the same arguments, and run one fit"""
     ranks = Ranks(stop_requested)
-    losses = Losses(loss, print_line, state_of)
+    losses = Losses(loss, print_line, partial(state_of, learn=learn))
     batches = TrainingBatches(learn, ranks, losses)
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)

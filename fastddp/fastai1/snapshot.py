@@ -41,10 +41,11 @@ def left_out(cls):
     names = [f'{c.__module__}.{c.__qualname__}' for c in cls.__mro__]
     return frozenset(k for name in names for k in _STAYS.get(name, '').split())
 
-def state_of(f):
-    "Return what a loss function keeps, to see whether a call changes it"
+def state_of(f, learn=None):
+    """Return what a loss function keeps, to see whether a call changes it. What the learner holds,
+    to which a callback's loss leads, is the fit's"""
     # a fit switches modules between training and validation
-    return Kept(f, lambda cls: left_out(cls) | {'training'})
+    return Kept(f, lambda cls: left_out(cls) | {'training'}, without=[learn])
 
 def loaders_of(data):
     "Return the loaders of a `DataBunch`, without those that it lacks"

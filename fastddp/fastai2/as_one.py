@@ -54,7 +54,7 @@ class Fit:
         on_gpu = is_accelerator(device_of(learn.model))
         self.common = CommonRNG.capture()
         self.together = Together(stop_requested, on_gpu=on_gpu)
-        self.losses = Losses(loss, print_line, state_of)
+        self.losses = Losses(loss, print_line, partial(state_of, learn=learn))
         self.step = StepSync(self.together, self.losses, **ddp_kwargs)
         self.metrics = ReduceMetrics()
         # on a GPU torch's SyncBatchNorm keeps the running statistics equal

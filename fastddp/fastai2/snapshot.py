@@ -60,9 +60,10 @@ def _left_out_of_loss(cls):
     # a learner switches modules between training and validation
     return left_out(cls) | ({'training'} if issubclass(cls, torch.nn.Module) else set())
 
-def state_of(f):
-    "Return what a loss function keeps, to see whether a call changes it"
-    return Kept(f, _left_out_of_loss)
+def state_of(f, learn=None):
+    """Return what a loss function keeps, to see whether a call changes it. What the learner holds,
+    to which a callback's loss leads, is the fit's: our own objects, too, and other ranks'"""
+    return Kept(f, _left_out_of_loss, without=[learn])
 
 def holds(objs, o):
     "Return True if `o` is one of `objs`, compared by identity."

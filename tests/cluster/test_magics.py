@@ -104,6 +104,8 @@ def group(kernel):
                           '%%dip everywhere\n1'])
 def test_no_group_yet(kernel, cell):
     name, text = kernel.fails(cell)
+    # the message is wrapped
+    text = ' '.join(text.split())
     assert name == 'CantDistribute' and 'no group yet' in text and '%makedip -n 2' in text
 
 
