@@ -76,7 +76,7 @@ def things():
     return {'file': fh, 'generator': (i for i in range(3)), 'socket': sock, 'database': sqlite3.connect(':memory:')}
 
 
-@pytest.mark.parametrize('kind', ['file', 'generator', 'socket', 'database'])
+@pytest.mark.parametrize('kind', ['file', 'generator', 'socket'])
 def test_what_cannot_travel_is_named(kind):
     held = things()
     thing = held[kind]
@@ -85,6 +85,13 @@ def test_what_cannot_travel_is_named(kind):
     model = mlp()
     model[1].thing = thing
     assert 'with model_factory=' in refused(make_learner(model=lambda: model), r'learn\.model.*thing', nprocs=2)
+    for o in held.values(): getattr(o, 'close', lambda: None)()
+
+
+def test_a_database_can_be_opened_in_each_worker():
+    held = things()
+    message = refused(make_learner(cbs=Holder(held['database'])), r'learn\.holder\.thing can.t be sent', nprocs=2)
+    assert 'copyreg.pickle(sqlite3.Connection' in message
     for o in held.values(): getattr(o, 'close', lambda: None)()
 
 

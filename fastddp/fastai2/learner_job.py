@@ -124,7 +124,6 @@ class LearnerJob(BackgroundJob):
         "Make the call with the twin, in the thread of the job, and return what it returns."
         with self.until_end, replaced_in_dumps(self.twin.counterparts):
             session = session_of(self.twin.learn)
-            session.thread = threading.current_thread()     # it takes no calls of other threads
             line = gpu_memory_note(self.original, session.gpus)
             if line and not session.quiet(): print_line(line)
             return self.twin.call.run(self.twin.learn)

@@ -199,7 +199,8 @@ class Options:
         for k in kwargs:
             if k in own or has_var_kwargs and k in _OF_LEARNER: continue
             likely = closest_name(k, [*own, *self.defaults], _ALIASES)
-            if likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs: self.refuse_name(k, name, own)
+            is_wrong = likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs
+            if is_wrong: self.refuse_name(k, name, own)
         bind_arguments(method, (None, *args), kwargs)
     def pop_from(self, learn, name, args, kwargs):
         """Take the options out of `kwargs` and return them. Raises `CantDistribute` if

@@ -209,7 +209,8 @@ class Notes:
         again = {key.key for key in self.sent.get(i, ()) if type(key) is OF_KEY}
         pairs = [(key, v) for key,v in now.items() if key in again or key not in was
                  or not self._same(note, places[key], v, was[key])]
-        pairs = [(key, u) for key,v in pairs if (u := self.stands_for(v, self.places.objects[i])) is not LEFT_OUT]
+        pairs = [(key, self.stands_for(v, self.places.objects[i])) for key,v in pairs]
+        pairs = [(key, v) for key,v in pairs if v is not LEFT_OUT]
         gone = [key for key in {*was, *again} if key not in now]
         # in another order
         kept = [key for key in was if key in now]
