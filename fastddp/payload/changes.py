@@ -469,14 +469,13 @@ def _as_bytes(storage):
 class _Lost: "In the place of what couldn't be loaded"
 
 _LOST = _Lost()
-# pickle's instructions for an entry of the memo that stands for `_LOST`
-_FILL = pickle.BININT+b'\xff\xff\xff\xff'+pickle.BINPERSID+pickle.MEMOIZE+pickle.POP
+# pickle's instructions to make the next buffer an entry of the memo
+_FILL = pickle.NEXT_BUFFER+pickle.MEMOIZE+pickle.POP
 
 class _Known:
     "This process's objects for the keys of the pieces"
     def __init__(self, objects): self.objects = objects
     def __getitem__(self, key):
-        if key == -1: return _LOST
         if type(key) is tuple: return self.objects[key[1]].untyped_storage()
         return self.objects[key]
 
@@ -493,8 +492,8 @@ class _Reader:
     def __init__(self, buffers, places, device):
         self.file,self.buffers = io.BytesIO(),_Buffers(buffers)
         back = device is not None and is_accelerator(device)
-        self.reader = Unpickler(self.file, self.buffers, device, back, _Known(places.objects),
-                                CellLoader(None))
+        self.args = self.file,self.buffers,device,back,_Known(places.objects),CellLoader(None)
+        self.reader = Unpickler(*self.args)
         self.data = []      # of all pieces so far
     def _load(self, data):
         self.file.seek(0)
@@ -508,8 +507,17 @@ class _Reader:
         self.data.append(piece.data)
         try: return self._load(piece.data)
         except BaseException:
-            missing = _n_entries(self.data)-len(self.reader.memo.copy())
-            self._load(pickle.PROTO+b'\x05'+_FILL*missing+pickle.NONE+pickle.STOP)
+            memo = self.reader.memo.copy()
+            # the old one has the rest of the piece in its buffer
+            self.reader = Unpickler(*self.args)
+            # what this piece has begun to make isn't whole
+            whole,n = _n_entries(self.data[:-1]),_n_entries(self.data)
+            # entries come in like buffers: an unpickler whose `memo` is set counts it as empty
+            sent = self.buffers.buffers
+            self.buffers.buffers = [memo[i] if i < whole else _LOST for i in range(n)]
+            self.buffers.at = 0
+            self._load(pickle.PROTO+b'\x05'+_FILL*n+pickle.NONE+pickle.STOP)
+            self.buffers.buffers = sent
             raise
 
 class Failed(NamedTuple):
