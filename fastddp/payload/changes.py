@@ -510,11 +510,12 @@ class _Reader:
             memo = self.reader.memo.copy()
             # the old one has the rest of the piece in its buffer
             self.reader = Unpickler(*self.args)
-            # what this piece has begun to make isn't whole
-            whole,n = _n_entries(self.data[:-1]),_n_entries(self.data)
+            n0,n = _n_entries(self.data[:-1]),_n_entries(self.data)
+            # what this piece has begun to make may not be whole, but names and classes are
+            memo = {i:v for i,v in memo.items() if i < n0 or isinstance(v, (str,type))}
             # entries come in like buffers: an unpickler whose `memo` is set counts it as empty
             sent = self.buffers.buffers
-            self.buffers.buffers = [memo[i] if i < whole else _LOST for i in range(n)]
+            self.buffers.buffers = [memo.get(i, _LOST) for i in range(n)]
             self.buffers.at = 0
             self._load(pickle.PROTO+b'\x05'+_FILL*n+pickle.NONE+pickle.STOP)
             self.buffers.buffers = sent
