@@ -160,8 +160,8 @@ def test_after_a_second_failure_it_is_clear_what_is_there(launcher):
     learn = make_learner(n=64, cbs=FromEpoch(1))
     with pytest.raises(RankRaised) as first: learn.distrib_fit(3, nprocs=2, launcher=launcher)
     with pytest.raises(RankRaised) as second: learn.distrib_resume()
-    assert first.value.kept.startswith('holds the end of epoch 0.')
-    assert second.value.kept.startswith('holds the end of epoch 0.')
+    assert first.value.kept.startswith('holds the last finished batch')
+    assert second.value.kept.startswith('holds the last finished batch')
 
 
 class FromEpoch(Callback):

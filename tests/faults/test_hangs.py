@@ -19,7 +19,7 @@ def half_a_message(ctx, what):
     "Rank 1 is stopped, or killed, in the middle of a message; a child of its keeps the pipe open"
     ctx.beat('step 1')
     if ctx.rank == 1:
-        ctx._channel._pipe.sock.sendall(worker._HEAD.pack(400_000_000, False)+b'the beginning')
+        ctx._channel._pipe.sock.sendall(worker._HEAD.pack(worker._MAGIC, False, 400_000_000)+b'the beginning')
         if what == 'killed' and not os.fork(): time.sleep(60)       # in the worker's group: it ends with it
         os.kill(os.getpid(), signal.SIGKILL if what == 'killed' else signal.SIGSTOP)
     group.barrier()

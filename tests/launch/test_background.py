@@ -300,7 +300,7 @@ def test_a_plain_fit_beside_a_thread(two):
     thread = threading.Thread(target=train, name='night')
     thread.start()
     until(lambda: 'distrib_session' in vars(learn))
-    with pytest.raises(CantDistribute, match='night has this learner on workers'): learn.fit(1)
+    with pytest.raises(CantDistribute, match='Another thread has this learner on workers'): learn.fit(1)
     thread.join(60)
     assert not errors and len(learn.recorder.values) == 3
     assert not hasattr(type(learn).fit, '__wrapped__')
