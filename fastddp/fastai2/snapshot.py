@@ -62,7 +62,7 @@ def _left_out_of_loss(cls):
 
 def state_of(f, learn=None):
     """Return what a loss function keeps, to see whether a call changes it. What the learner holds,
-    to which a callback's loss leads, is the fit's: our own objects, too, and other ranks'"""
+    to which a callback's loss leads, is the fit's, as our own objects are"""
     return Kept(f, _left_out_of_loss, without=[learn])
 
 def holds(objs, o):
