@@ -6,7 +6,7 @@
 __all__ = ['page', 'doctor']
 
 # %% ../nbs/904_doctor.ipynb #f8127d16
-import contextlib, os, platform, resource, shutil, subprocess, sys
+import contextlib, os, platform, shutil, subprocess, sys
 from glob import glob
 from importlib.metadata import distributions
 from pathlib import Path
@@ -78,6 +78,7 @@ def _versions(
 
 def facts():
     "Return what is known of this machine, without starting anything, as a `SimpleNamespace`"
+    import resource     # not on Windows, where there are no workers
     installed = [((o.name or '').lower(), o.version) for o in distributions()]
     cpus = Path('/proc/cpuinfo')
     return SimpleNamespace(         # sizes are in bytes

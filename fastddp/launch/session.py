@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/511_session.ipynb #5c774f64
-import _thread, threading, warnings
+import _thread, threading, traceback, warnings
 from contextlib import contextmanager, nullcontext
 
 from fastcore.basics import noop, patch, store_attr
@@ -151,7 +151,12 @@ def run(self:Call, is_last=True):
                 self.on_failure(e, is_last=not can_retry)
             self.report.end_phase('failed')
             raise
-        self.on_success(out)
+        try: self.on_success(out)
+        except BaseException as e:
+            # states map shared memory, and an exception may live long
+            out = None
+            traceback.clear_frames(e.__traceback__)
+            raise
     self.report.end_phase('back')
     return out
 

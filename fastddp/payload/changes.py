@@ -176,8 +176,9 @@ class Notes:
                         and _are_same_objects(note.attrs.values(), attrs.values()))
             if has_same and (items is None or _are_same_objects(note.items, items)): return None
         new = {}
-        gone = [name for name in {*note.attrs, *again}
-                if name not in attrs and type(name) is not OF_KEY]
+        # with what was there, if it has a number: the notebook may have replaced it meanwhile
+        gone = {name:self._numbered(note.attrs.get(name)) for name in {*note.attrs, *again}
+                if name not in attrs and type(name) is not OF_KEY}
         for name,v in attrs.items():
             was = note.attrs.get(name, LEFT_OUT)
             if name not in again and name in note.attrs and self._same(note, name, v, was): continue
@@ -188,6 +189,8 @@ class Notes:
             new[name] = _Inside(v) if name in note.parts and v is was else user
         changed = self._changed_items(i, k, note, o, items) if items is not None else None
         return (new, gone, changed) if new or gone or changed is not None else None
+    def _numbered(self, v):
+        return v if id(v) in self.places.numbers and id(v) not in self.stale else None
     def _changed_items(self, i, k, note, o, items):
         before = note.items or []
         again = i in self.sent_whole
@@ -471,6 +474,19 @@ class _Lost: "In the place of what couldn't be loaded"
 _LOST = _Lost()
 # pickle's instructions to make the next buffer an entry of the memo
 _FILL = pickle.NEXT_BUFFER+pickle.MEMOIZE+pickle.POP
+_NAMES = 'SHORT_BINUNICODE','BINUNICODE','BINGET','LONG_BINGET','STACK_GLOBAL'
+
+def _names_in(data):
+    """Return the instructions of a pickle that load strings, and what is found by its name. For
+    each other entry of the memo there is a `_FILL`"""
+    ops = [*pickletools.genops(data)]
+    res,before = b'',None
+    for (op,_,start),end in zip(ops, [*(at for *_,at in ops[1:]), len(data)]):
+        is_entry = op.name == 'MEMOIZE'
+        if op.name in _NAMES or is_entry and before in _NAMES: res += data[start:end]
+        elif is_entry: res += _FILL
+        before = op.name
+    return res
 
 class _Known:
     "This process's objects for the keys of the pieces"
@@ -507,19 +523,23 @@ class _Reader:
         self.data.append(piece.data)
         try: return self._load(piece.data)
         except BaseException:
-            memo = self.reader.memo.copy()
-            # the old one has the rest of the piece in its buffer
-            self.reader = Unpickler(*self.args)
-            n0,n = _n_entries(self.data[:-1]),_n_entries(self.data)
-            # what this piece has begun to make may not be whole, but names and classes are
-            memo = {i:v for i,v in memo.items() if i < n0 or isinstance(v, (str,type))}
-            # entries come in like buffers: an unpickler whose `memo` is set counts it as empty
-            sent = self.buffers.buffers
-            self.buffers.buffers = [memo.get(i, _LOST) for i in range(n)]
-            self.buffers.at = 0
-            self._load(pickle.PROTO+b'\x05'+_FILL*n+pickle.NONE+pickle.STOP)
-            self.buffers.buffers = sent
+            old = self.reader.memo.copy()
+            # what this piece has begun to make may not be whole
+            n = _n_entries(self.data[:-1])
+            memo = [old.get(i, _LOST) for i in range(n)]
+            names,n_more = _names_in(piece.data),_n_entries([piece.data])
+            try: self._remember(memo+[_LOST]*n_more, _FILL*n+names)
+            # a name is why it failed
+            except Exception: self._remember(memo+[_LOST]*n_more, _FILL*(n+n_more))
             raise
+
+    def _remember(self, entries, instructions):
+        "Have a new unpickler, since the old one has the rest of a piece in its buffer"
+        self.reader = Unpickler(*self.args)
+        # entries come in like buffers: an unpickler whose `memo` is set counts it as empty
+        sent,self.buffers.buffers,self.buffers.at = self.buffers.buffers,entries,0
+        try: self._load(pickle.PROTO+b'\x05'+instructions+pickle.NONE+pickle.STOP)
+        finally: self.buffers.buffers = sent
 
 class Failed(NamedTuple):
     "A change that couldn't be made"
@@ -585,7 +605,8 @@ def _write(o, k, what):
     # without what couldn't be loaded
     if type(items) is list: items = [v for v in items if v is not _LOST]
     elif items is not None: items = [pair for pair in items[0] if pair[1] is not _LOST],items[1]
-    own = attributes(o)
+    own = k.attrs(o)
+    gone = [name for name,was in gone.items() if was is None or own.get(name) is was]
     new = {name:v for name,v in new.items() if v is not _LOST}
     new = {name:_with_contents(own.get(name), v.part) if type(v) is _Inside else v
            for name,v in new.items()}
@@ -595,7 +616,7 @@ def _write(o, k, what):
     except Exception: pass
     # one by one
     for name,piece in [*((name, ({name:v}, [], None)) for name,v in new.items()),
-                       (None, ({}, gone, None)), (None, ({}, [], items))]:
+                       (None, ({}, gone, None)), (None, ({}, (), items))]:
         try: k.write(o, *piece)
         except Exception as e: yield name,e
 
