@@ -25,6 +25,7 @@ EXAMPLES = {
     'name not known': ('NameError', "name 'x' is not defined"),
     'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback` when calling event `before_fit`:\n\t'
                                    'vars() argument must have __dict__ attribute'),
+    'a count of zero': ('ZeroDivisionError', 'division by zero'),
     'batch size built in': ('RuntimeError', 'Expected hidden size (2, 16, 64), got [2, 8, 64]'),
     'a list that C code refuses': ('TypeError', 'Object of type list is not JSON serializable'),
     'sys.exit': ('SystemExit', '3'),

@@ -75,6 +75,8 @@ def distrib_ctx(self:Learner,
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
     call to call."""
+    # examples of fastai's own `distrib_ctx` have it
+    ddp_kwargs.pop('in_notebook', None)
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
