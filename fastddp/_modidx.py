@@ -2970,6 +2970,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.payload.kinds.kind': ('payload/kinds.html#kind', 'fastddp/payload/kinds.py'),
                                        'fastddp.payload.kinds.memory_token': ( 'payload/kinds.html#memory_token',
                                                                                'fastddp/payload/kinds.py'),
+                                       'fastddp.payload.kinds.per_class': ('payload/kinds.html#per_class', 'fastddp/payload/kinds.py'),
                                        'fastddp.payload.kinds.set_attributes': ( 'payload/kinds.html#set_attributes',
                                                                                  'fastddp/payload/kinds.py'),
                                        'fastddp.payload.kinds.where': ('payload/kinds.html#where', 'fastddp/payload/kinds.py')},

@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/fastai1/801_snapshot.ipynb #b9c4c66d
-import functools
-
 from fastai.basic_data import DeviceDataLoader
 
 from ..base.device import is_accelerator
@@ -17,6 +15,7 @@ from .loaders import (
     old_numpy, own_loader, pickle_preloaders, set_text_order, text_order, torch_dl)
 from ..launch.training import is_ours, keep_weights, new_tensors, warn_of_lost
 from ..payload.changes import LEFT_OUT, Kept, Notes, apply as apply_changes
+from ..payload.kinds import per_class
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.state import hooks_of, move_opt_state
@@ -35,7 +34,7 @@ _STAYS = {
     'torch.utils.data.sampler.Sampler': 'bs',
     'fastai.text.data.LanguageModelPreLoader': 'bs ite_len idx batch batch_x batch_y ro ri'}
 
-@functools.cache
+@per_class
 def left_out(cls):
     "Return the names of attributes that stay on a rank, for objects of a class"
     names = [f'{c.__module__}.{c.__qualname__}' for c in cls.__mro__]

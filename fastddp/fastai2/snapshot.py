@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
-import dis, functools, inspect, pickle
+import dis, inspect, pickle
 from contextlib import ExitStack, contextmanager
 from collections import defaultdict
 from typing import NamedTuple
@@ -27,7 +27,7 @@ from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
-from ..payload.kinds import attributes
+from ..payload.kinds import attributes, per_class
 from ..payload.pickling import deep_copy, dump, load, private_copy, without_frames
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
@@ -47,7 +47,7 @@ _STAYS = {
     TorchLoader: '_iterator _shard',
     Metric: 'accumulate'}
 
-@functools.cache
+@per_class
 def left_out(cls):
     "Return the names of attributes that stay on a rank, for objects of a class"
     names = {k for c,words in _STAYS.items() if issubclass(cls, c) for k in words.split()}
@@ -55,7 +55,7 @@ def left_out(cls):
     if issubclass(cls, Learner): names |= {k for k in dir(cls) if callable(getattr(cls, k, None))}
     return frozenset(names)
 
-@functools.cache
+@per_class
 def _left_out_of_loss(cls):
     # a learner switches modules between training and validation
     return left_out(cls) | ({'training'} if issubclass(cls, torch.nn.Module) else set())
@@ -158,7 +158,7 @@ def _named_parts(learn, cbs):
     return classes | parts | dict(learn=learn) | hooks
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
-@functools.cache
+@per_class
 def _assigned(cls):
     """Return the names of the attributes that `before_fit` or `setup` of a class of callbacks
     assigns, or a method that these call: they are made anew in each fit"""
@@ -413,11 +413,15 @@ class SavedGraph(NamedTuple):
         meta,edges = pickle.loads(self.graph[0])
         own = Places(root_of(learn, cbs)).find(edges)
         data = {('data',i):o for i,o in own.objects.items()}
-        obj = load(meta, [bytearray(b) for b in self.graph[1]], known=data, home={}, apart=True)
+        home = home_of(learn)
+        # where tensors go that the learner lacks
+        device = home if is_accelerator(home) else None
+        obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=data, home={},
+                   apart=True)
         theirs = Places(obj['root']).find(edges)
         rng = obj['rng']
         if self.changes is not None:
-            rng = apply_changes(*self.changes, theirs).extra['rng']
+            rng = apply_changes(*self.changes, theirs, device).extra['rng']
             theirs.find(edges)
         # what one of them lacks, such as the state of an optimizer that hasn't trained, is a part
         # of its holder
@@ -425,7 +429,7 @@ class SavedGraph(NamedTuple):
             a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
         is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
         everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
-        applied = apply_changes(everything.meta, everything.copied_buffers(), own)
+        applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
         warn_of_lost(own, ROOT, applied)
         move_opt_state(learn.opt)
         CommonRNG(rng).install()

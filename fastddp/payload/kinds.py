@@ -36,6 +36,15 @@ def is_equal(a, b):
     if not is_value(a): return a is b
     return a is b or str(a) == str(b) if isinstance(a, (float,complex,np.generic)) else a == b
 
+def per_class(fn):
+    "Have a function of a class keep what it returns, as long as the class lives"
+    kept = {}       # id of a class -> result, and the reference that removes it
+    def of(cls):
+        key = id(cls)
+        if key not in kept: kept[key] = fn(cls),weakref.ref(cls, lambda _: kept.pop(key))
+        return kept[key][0]
+    return of
+
 # %% ../../nbs/payload/106_kinds.ipynb #a90139fd
 def attributes(o):
     "Return the attributes and slots of any object, by name"
@@ -352,8 +361,6 @@ _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, (dict,*_WEAK
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _MADE_IN_PYTHON = 1 << 9        # the flag Py_TPFLAGS_HEAPTYPE of a class
 
-_kinds = {}     # type -> kind
-
 def kind(o):
     "Return the kind of an object; None for one that is known by its name or value, or is a leaf"
     cls = type(o)
@@ -362,8 +369,7 @@ def kind(o):
     if cls is types.ModuleType: return MODULE if is_own_module(o) else None
     if issubclass(cls, type): return CLASS if is_own(o) else None
     if cls in (list,tuple) and is_long(o): return LONG if cls is list else None
-    if cls not in _kinds: _kinds[cls] = _kind_of(cls)
-    found = _kinds[cls]
+    found = _kind_of(cls)
     if found is OPAQUE: return STATE if _is_settable(o) else OPAQUE if not _is_by_name(o) else None
     if found is ARRAY and o.dtype == object: return SEQUENCE
     if found is ATTRIBUTES and _reduces_itself(cls) and _is_by_name(o): return None
@@ -371,6 +377,7 @@ def kind(o):
 
 def _is_read(f): return is_own(f) or bool(f.__closure__) and not is_named_by_library(f)
 
+@per_class
 def _kind_of(cls):
     if issubclass(cls, _VALUES) or issubclass(cls, _LEAVES) or is_handle(cls): return None
     if issubclass(cls, LazyList): return LAZY
