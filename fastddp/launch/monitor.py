@@ -292,11 +292,12 @@ def _look(self:Monitor, last_beat):
 # %% ../../nbs/launch/503_monitor.ipynb #ef3f266e
 @patch
 def _failure(self:Monitor):
-    """Return the exception for the first failure; the ranks that still run get .5 s to report
-    theirs"""
-    end = monotonic()+.5
-    while self.running_ranks and monotonic() < end: self._turn()
+    """Return the exception for the first failure. The ranks that still run get .5 s to report
+    theirs, and 3 s if all failures so far are echoes of another one"""
     died = self.ends['died']
+    def has_cause(): return bool(died) or not all(map(is_echo, self._failures()))
+    start = monotonic()
+    while self.running_ranks and monotonic()-start < (.5 if has_cause() else 3.): self._turn()
     failed = first_failure(self._failures())
     # all ended as they were asked to, some of them by a KeyboardInterrupt
     if not (failed or died): return KeyboardInterrupt()
