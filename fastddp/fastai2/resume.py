@@ -48,7 +48,9 @@ def structure_of(learn):
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
-    parts = [f'{type(o).__module__}.{type(o).__qualname__}' for o in named_parts(learn).values()]
+    # callbacks may be exchanged: `SavedGraph.restore`
+    parts = [f'{type(o).__module__}.{type(o).__qualname__}' for k,o in named_parts(learn).items()
+             if k[0] != 'cb']
     opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
                 parts=parts, data=data, optimizers=[getattr(opt_func, '__qualname__', None)])

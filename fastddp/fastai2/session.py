@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/727_session.ipynb #186ea489
-import contextlib, inspect, threading, warnings, weakref
+import contextlib, inspect, re, threading, warnings, weakref
 
 from fastai.callback.core import Callback
 from fastai.callback.schedule import LRFinder
@@ -15,7 +15,7 @@ from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check, bind_arguments, check, whole
-from ..base.errors import WorkerError
+from ..base.errors import RankRaised, WorkerError
 from ..base.scoped import Interrupts
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
@@ -27,6 +27,7 @@ from ..launch.report import Report
 from ..launch.session import Call, Session as BaseSession, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
+from ..payload.kinds import is_own
 from ..shard.gradients import check_ddp
 
 # %% ../../nbs/fastai2/727_session.ipynb #2e1be252
@@ -159,6 +160,17 @@ def on_failure(self:FitCall, e, is_last):
     # else rank 0 has stopped in an epoch and sent that, but another rank didn't stop
     if e.cut: self.save(e.epoch)
     Call.on_failure(self, e, is_last)
+    cb = _failed_callback(self.learn, e)
+    if cb and 'distrib_resume' in e.kept:
+        e.kept += (f" You may mend the callback first: learn.remove_cb(learn.{cb.name}), and "
+                   "learn.add_cb() of the new one.")
+
+def _failed_callback(learn, e):
+    "Return the callback of the user's that raised what became `e`, or None"
+    text = e.failure.message if isinstance(e, RankRaised) else ''
+    name = re.match('Exception occured in `(.+?)`', text)
+    return next((cb for cb in learn.cbs if name and type(cb).__name__ == name[1]
+                 and is_own(type(cb))), None)
 
 # %% ../../nbs/fastai2/727_session.ipynb #02b3c181
 @patch

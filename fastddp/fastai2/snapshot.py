@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import dis, inspect, pickle
 from contextlib import ExitStack, contextmanager
-from collections import defaultdict
+from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -26,6 +26,7 @@ from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
+from ..output.replay import print_line
 from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes, per_class
 from ..payload.pickling import deep_copy, dump, load, private_copy, without_frames
@@ -73,6 +74,16 @@ def all_cbs(learn, cbs):
     "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
     return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
 
+def cbs_by_class(cbs):
+    "Return `{(name of its class, how many of that class came before it): callback}`"
+    n = Counter()
+    res = {}
+    for cb in cbs:
+        name = f'{type(cb).__module__}.{type(cb).__name__}'
+        res[name,n[name]] = cb
+        n[name] += 1
+    return res
+
 def named_parts(learn):
     """Return `{name: object}` of the objects that a learner consists of, without its optimizer,
     which it may not have yet. Another learner of the same structure has the same names"""
@@ -80,7 +91,7 @@ def named_parts(learn):
     named = dict(learn=learn, dls=learn.dls, loss=learn.loss_func, model=learn.model)
     named |= {('loader',i):o for i,o in enumerate(loaders)}
     named |= {('dataset',i):getattr(o, 'dataset', None) for i,o in enumerate(loaders)}
-    named |= {('cb',i):o for i,o in enumerate(learn.cbs)}
+    named |= {('cb',k):o for k,o in cbs_by_class(learn.cbs).items()}
     named |= {('metric',i):o for i,o in enumerate(learn.metrics)}
     named |= {('module',k):o for k,o in learn.model.named_modules()}
     return named | {('parameter',k):o for k,o in learn.model.named_parameters()}
@@ -380,6 +391,25 @@ def copy_of(learn):
     return res
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #55beee64
+@contextmanager
+def _callbacks_of(saved, learn):
+    """Inside, `learn` has callbacks of the same classes as the learner `saved`: its own, and those
+    of `saved` in the place of those that were removed since. Callbacks that it has besides are
+    added at the end"""
+    own,theirs = cbs_by_class(learn.cbs),cbs_by_class(saved.cbs)
+    removed = [cb for k,cb in theirs.items() if k not in own]
+    added = [cb for k,cb in own.items() if k not in theirs]
+    learn.cbs.items[:] = [own.get(k, cb) for k,cb in theirs.items()]
+    try: yield
+    finally:
+        learn.cbs.items[:] = [*(cb for cb in learn.cbs if not holds(removed, cb)), *added]
+        for cb in removed:
+            if vars(learn).get(cb.name) is cb: del vars(learn)[cb.name]
+        for cb in added: setattr(learn, cb.name, cb)
+    names = [', '.join(type(cb).__name__ for cb in o) for o in (removed, added)]
+    words = [f'{o} {k}' for o,k in zip(('without','with'), names) if k]
+    if words: print_line(f"The fit that was cut off goes on {' and '.join(words)}.")
+
 class SavedGraph(NamedTuple):
     "A learner's graph in bytes"
     graph:tuple         # `(meta, buffers)` of the graph
@@ -411,28 +441,28 @@ class SavedGraph(NamedTuple):
     def restore(self, learn, cbs):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
-        own = Places(root_of(learn, cbs)).find(edges)
-        data = {('data',i):o for i,o in own.objects.items()}
+        data = {('data',i):o for i,o in Places(root_of(learn, cbs)).find(edges).objects.items()}
         home = home_of(learn)
         # where tensors go that the learner lacks
         device = home if is_accelerator(home) else None
         obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=data, home={},
                    apart=True)
-        theirs = Places(obj['root']).find(edges)
-        rng = obj['rng']
-        if self.changes is not None:
-            rng = apply_changes(*self.changes, theirs, device).extra['rng']
-            theirs.find(edges)
-        # what one of them lacks, such as the state of an optimizer that hasn't trained, is a part
-        # of its holder
-        for a,b in ((theirs, own), (own, theirs)):
-            a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
-        is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
-        everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
-        applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
-        warn_of_lost(own, ROOT, applied)
-        move_opt_state(learn.opt)
-        CommonRNG(rng).install()
+        with _callbacks_of(obj['root'][0], learn):
+            own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]
+            rng = obj['rng']
+            if self.changes is not None:
+                rng = apply_changes(*self.changes, theirs, device).extra['rng']
+                theirs.find(edges)
+            # what one of them lacks, such as the state of an optimizer that hasn't trained, is
+            # a part of its holder
+            for a,b in ((theirs, own), (own, theirs)):
+                a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
+            is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
+            everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
+            applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
+            warn_of_lost(own, ROOT, applied)
+            move_opt_state(learn.opt)
+            CommonRNG(rng).install()
 
 def _storages_of(changes, places):
     "Return the addresses of the storages whose bytes are all in some changes"

@@ -2,9 +2,11 @@
 import contextlib, errno, gc, importlib, io, os, re, signal, threading, weakref
 import pytest
 from fastai.callback.core import Callback
+from fastai.callback.training import GradientClip
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
+from fastddp.base import group
 from fastddp.fastai2 import session
 from fastddp.process.workers import Workers
 from learners import make_learner, mlp
@@ -196,6 +198,50 @@ def test_what_was_exchanged_is_refused(tmp_path):
     with pytest.raises(KeyboardInterrupt): train(learn)
     learn.model = nn.Linear(8, 2)
     with pytest.raises(CantDistribute, match=r"its weights differ, such as \['weight'"): learn.distrib_resume()
+
+
+BUGGY = """
+class Sums(Callback):
+    run_valid = False
+    def __init__(self): self.n = 0
+    def before_batch(self):
+        self.n += 1
+        if self.epoch == 1 and self.iter == 1: raise RuntimeError('a bug')
+"""
+MENDED = BUGGY.replace("if self.epoch == 1 and self.iter == 1: raise RuntimeError('a bug')", 'self.mended = True')
+
+
+class Counts(Callback):
+    "Counts the epochs that begin"
+    def __init__(self): self.n = 0
+    def before_epoch(self): self.n += 1
+
+
+@pytest.mark.few(4)
+@pytest.mark.parametrize('how', ['removed', 'another', 'defined anew', 'in another place'])
+@pytest.mark.parametrize('rank', [None, 1])
+def test_a_callback_that_failed_is_exchanged(how, rank, capsys):
+    cell = dict(Callback=Callback, __name__='__main__', group=group)
+    exec(BUGGY if rank is None else BUGGY.replace('== 1:', f'== 1 and group.rank() == {rank}:'), cell)
+    learn = make_learner(cbs=[cell['Sums'](), Counts()])
+    with pytest.raises(RankRaised, match=r'a bug[\s\S]*learn.remove_cb\(learn.sums\)'): learn.distrib_fit(3, nprocs=2, timeout=40)
+    failed, counts = learn.sums, learn.counts
+    exec(MENDED, cell)
+    learn.remove_cb(failed)
+    if how == 'another': learn.add_cb(GradientClip(.1))
+    if how == 'defined anew': learn.add_cb(cell['Sums']())
+    if how == 'in another place':
+        learn.remove_cb(counts)
+        learn.add_cbs([counts, cell['Sums']()])
+    capsys.readouterr()
+    learn.distrib_resume()
+    out = capsys.readouterr().out
+    assert learn.epoch == 2 and len(learn.recorder.values) == 3
+    assert learn.counts is counts and counts.n == 3 and not any(o is failed for o in learn.cbs)
+    if how in ('removed', 'another'):
+        assert 'goes on without Sums'+(' and with GradientClip' if how == 'another' else '') in out
+        assert not hasattr(learn, 'sums') and hasattr(learn, 'gradient_clip') == (how == 'another')
+    else: assert 'goes on with' not in out and learn.sums.mended and learn.sums.n > 10
 
 
 def test_cut_learner_is_let_go(tmp_path):
