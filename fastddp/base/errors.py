@@ -202,6 +202,12 @@ class CantDistribute(ValueError):
         return [*user_lines(frames, around=0), *wrapped(message.splitlines())]
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
+# Classes of the standard library, and how a worker opens what the notebook has opened
+_OPENED = {
+    'sqlite3.Connection': "lambda c: (sqlite3.connect, (c.execute('pragma database_list')."
+                          "fetchone()[2],))",
+    'zipfile.ZipFile': "lambda z: (zipfile.ZipFile, (z.filename,))"}
+
 class NotPicklable(CantDistribute):
     "An object that can't be sent to another process. Nothing was started or changed"
     def __init__(self,
@@ -217,10 +223,10 @@ class NotPicklable(CantDistribute):
         if self.is_result:
             return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
                     "made of instead, such as numbers, tensors and lists.")
-        if 'sqlite3.Connection' in self.why:
-            return (f"{self.path} can't be sent to the workers ({self.why}). A cell says how each "
-                    "opens it: copyreg.pickle(sqlite3.Connection, lambda c: (sqlite3.connect, "
-                    "(c.execute('pragma database_list').fetchone()[2],))).")
+        for cls,reducer in _OPENED.items():
+            if cls in self.why:
+                return (f"{self.path} can't be sent to the workers ({self.why}). A cell says how "
+                        f"each opens it: copyreg.pickle({cls}, {reducer}).")
         if self.factory: other = f", or build it in the workers with {self.factory}=."
         # an object of a library can't be made elsewhere
         elif self.path.startswith('learn'):

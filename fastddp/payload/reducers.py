@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/090_reducers.ipynb #dc514d2b
-import _thread, collections, contextlib, ctypes, functools, importlib, inspect, io, operator
-import pickle, sys, threading, types, typing, weakref
+import _thread, collections, contextlib, copyreg, ctypes, functools, importlib, inspect, io
+import operator, pickle, sys, threading, types, typing, weakref, zipfile
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -376,6 +376,11 @@ def _(file, pickler):
     if file is sys.stderr: return getattr, (sys, 'stderr')
     if isinstance(file, (io.StringIO, io.BytesIO)): return NotImplemented
     raise Refused(file, f"an open file: {getattr(file, 'name', file)!r}")
+
+@reduces(zipfile.ZipFile)
+def _(archive, pickler):
+    if not archive.fp or type(archive) in copyreg.dispatch_table: return NotImplemented
+    raise Refused(archive, f"an open zipfile.ZipFile: {archive.filename!r}")
 
 def _closed_file():
     file = io.StringIO()

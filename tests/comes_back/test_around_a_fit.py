@@ -1,5 +1,5 @@
 """What callbacks make before a fit, collect in a validation, and raise: as in one process"""
-import copyreg, sqlite3, warnings
+import copyreg, sqlite3, warnings, zipfile
 import pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import *
@@ -110,21 +110,32 @@ class Rows:
     "Items in a database, which the notebook has looked at"
     def __init__(self, ds, path): self.ds, self.db = ds, sqlite3.connect(path)
     def __len__(self): return len(self.ds)
+    def look(self): assert self.db.execute('select 1').fetchone() == (1,)
     def __getitem__(self, i):
-        assert self.db.execute('select 1').fetchone() == (1,)
+        self.look()
         return self.ds[i]
 
 
-def test_the_remedy_for_a_database_works(tmp_path, two):
+class Zipped(Rows):
+    "Items in an archive"
+    def __init__(self, ds, path):
+        with zipfile.ZipFile(path, 'w') as z: z.writestr('one', b'1')
+        self.ds, self.db = ds, zipfile.ZipFile(path)
+    def look(self): assert self.db.read('one') == b'1'
+
+
+@pytest.mark.parametrize('kind', [Rows, Zipped])
+def test_the_remedy_for_a_database_works(kind, tmp_path, two):
     learn = learner(train=8, valid=4)
-    learn.dls.train.dataset = Rows(learn.dls.train.dataset, tmp_path/'rows.db')
+    learn.dls.train.dataset = kind(learn.dls.train.dataset, tmp_path/'rows')
     learn.dls.train.dataset[0]
     with pytest.raises(NotPicklable) as e: learn.distrib_fit(1, nprocs=2, launcher=two)
     remedy = str(e.value).partition('opens it: ')[2].rstrip('.')
     try:
-        eval(remedy, dict(copyreg=copyreg, sqlite3=sqlite3))
+        eval(remedy, dict(copyreg=copyreg, sqlite3=sqlite3, zipfile=zipfile))
         learn.distrib_fit(1, nprocs=2, launcher=two)
-    finally: copyreg.dispatch_table.pop(sqlite3.Connection, None)
+    finally:
+        for cls in sqlite3.Connection, zipfile.ZipFile: copyreg.dispatch_table.pop(cls, None)
 
 
 class Divides(Callback):
