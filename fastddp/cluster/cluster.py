@@ -11,7 +11,7 @@ from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
 import torch
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.checks import bind_arguments, check_all
@@ -222,180 +222,149 @@ class Cluster:
             raise
         self.local.timeout = None   # a cell may take any time
         self.pids,self.devices = zip(*started)
-
-# %% ../../nbs/cluster/651_cluster.ipynb #207074a8
-@patch
-@short_traceback()
-def _run_job(self:Cluster,
-    fn, # One of the jobs above
-    payload, # A `Payload`, or an object: the job's `obj`
-    what, # What `running` says meanwhile
-    see=(), # Ranks whose output is shown
-    live=True # True: show output while it happens; False: at the end
-):
-    """Run a job on all ranks and return their results in rank order; one job runs at a time.
-    Raise `CantDistribute`, `RankRaised`, `RankDied` or KeyboardInterrupt"""
-    if not self._lock.acquire(blocking=False):
-        raise CantDistribute(f"The group is busy: {self.running}")
-    try:
-        dead = self.dead() if self.pids else ()     # before the first job no one lives
-        if dead:
-            # the first error after a death names the rank; then all workers are ended, and the
-            # cluster for good
-            died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
-            self.local.close(0)
-            raise CantDistribute(died+_HAS_ENDED)
-        self.running = what
-        self.local.see = see
-        self.local.live = live
-        outcome = self.local.run(Job.of(fn, payload), self.n)
-    except WorkerError as e:
-        # a job's refusal is an error of the notebook's, not of a rank's
-        if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
-        self._add_remedy(e)
-        raise
-    finally:
-        if not self.local.workers: self._held_gpus.close()      # a failure has ended them
-        self.running = ''
-        self._lock.release()
-    if outcome.interrupted: raise KeyboardInterrupt
-    return outcome.results
-
-@patch
-def _add_remedy(self:Cluster, e):
-    "Set the remedy of a `WorkerError` where a cluster has one of its own"
-    kind = e.failure.kind if isinstance(e, RankRaised) else ''
-    if kind == 'NameError':
-        e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
-                    "it from the notebook with %dipush.")
-    if kind == 'SystemExit':
-        e.remedy = "sys.exit ends a script, not a worker. `%makedip -k` ends the group."
-    if self.local.workers is None: e.remedy = _HAS_ENDED
-
-# %% ../../nbs/cluster/651_cluster.ipynb #ec885f2d
-@patch
-def dead(self:Cluster):
-    "Return the ranks whose processes have ended"
-    alive = self.local.workers.alive() if self.local.workers else []
-    return [r for r in range(self.n) if r not in alive]
-
-@patch(as_prop=True)
-def alive(self:Cluster):
-    "True if all of its workers are alive"
-    return not self.dead()
-
-@patch
-def shutdown(self:Cluster):
-    "End the cluster; harmless when repeated"
-    atexit.unregister(self.shutdown)
-    self.local.__exit__()
-    self._held_gpus.close()
-
-# %% ../../nbs/cluster/651_cluster.ipynb #0d55285a
-@patch
-def parse_ranks(self:Cluster,
-    ranks, # 'all', a text such as '0,2', a number, or a list of numbers
-    option='rank' # Name of the option, for the error message
-):
-    "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
-    if ranks == 'all': return list(range(self.n))
-    words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
-    exist = words and all(str(o).isdigit() and int(o) < self.n for o in words)
-    if exist: return [*map(int, words)]
-    raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
-
-# %% ../../nbs/cluster/651_cluster.ipynb #bbfa2346
-@patch
-def push(self:Cluster,
-    objs=None, # Dict from name to object
-    **kwargs # The same, as keywords
-):
-    """Copy objects into every worker's namespace, under these names. Refuse what can't be
-    pickled, by its name"""
-    objs = (objs or {}) | kwargs
-    payload = dump_with_patches(dict(objs=objs), objs, with_settings=False)
-    self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
-
-@patch
-def pull(self:Cluster,
-    *names, # Names of objects in the worker
-    rank=0, # The worker to copy from
-    home=None # Namespace in which functions among the objects look up names; None: `__main__`'s
-):
-    """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
-    worker doesn't have, and what can't be pickled"""
-    ranks = self.parse_ranks(rank)
-    if len(ranks) > 1: raise CantDistribute(f"rank {rank}: objects come from one worker.")
-    rank, = ranks
-    results = self._run_job(pull_job, dict(names=names, rank=rank),
-                            f"sending {', '.join(names)}")
-    meta,buffers = results[rank]
-    device = current_device() if group.n_gpus() else torch.device('cpu')
-    objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
-    package = APPS[self.app]
-    if not package: return objs
-    for o in objs.values():
-        # a learner of a worker may have been on its GPU
-        if is_kind(o, ['Learner']): resolve_function(f'{package}.snapshot:place')(o, device)
-    return objs
-
-# %% ../../nbs/cluster/651_cluster.ipynb #985607a8
-@patch
-def run_cell(self:Cluster,
-    cell, # Text of the cell
-    see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
-    on='all', # Ranks that run it
-    live=True, # True: show output while it happens; False: at the end
-    name=None # What tracebacks call the cell; None: IPython's name in the worker
-):
-    "Run a cell in the workers' namespaces; raise an error of the cell as `RankRaised`"
-    on = self.parse_ranks(on, 'on')
-    see = self.parse_ranks(see, 'see')
-    if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
-    title = cell.strip().partition('\n')[0][:60]
-    self.last_run = title
-    self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
-
-@patch
-def run(self:Cluster,
-    fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
-    *args,
-    see='0', # Ranks whose output is shown, as for `run_cell`
-    **kwargs
-):
-    """Call a function on all ranks and return its results in rank order. Refuse what can't be
-    pickled, by its name"""
-    bind_arguments(fn, args, kwargs)
-    payload = dump_or_blame((fn, args, kwargs),
-                            {'the function': fn, 'args': args, 'kwargs': kwargs})
-    return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),
-                         self.parse_ranks(see, 'see'))
-
-# %% ../../nbs/cluster/651_cluster.ipynb #5f2bda41
-@patch
-def stat(self:Cluster):
-    """Return a table as text, with a line for each rank: rank, process id, device, memory (only
-    when idle), busy ('yes', 'no' or 'dead'), and the first line of what it runs or ran last"""
-    running = self.running
-    dead = self.dead()
-    memory = [''] * self.n if running or dead else self._run_job(memory_job, None, 'stat')
-    row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
-    lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
-    for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
-        busy = 'dead' if r in dead else 'yes' if running else 'no'
-        lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
-    return '\n'.join(lines)
-
-@patch
-def info(self:Cluster):
-    "Return a description of the cluster and its workers, as text"
-    return f'{self!r}\n{self.stat()}' if self.alive else repr(self)
-
-@patch
-def __repr__(self:Cluster):
-    if not self.alive: return f"A group of {self.n} that ended"
-    where = 'CPU (gloo)'
-    if self.gpus:
-        gpus = f"GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(map(str,self.gpus))}"
-        where = f"{gpus} ({group.native_backend()})"
-    return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"
+    @short_traceback()
+    def _run_job(self,
+        fn, # One of the jobs above
+        payload, # A `Payload`, or an object: the job's `obj`
+        what, # What `running` says meanwhile
+        see=(), # Ranks whose output is shown
+        live=True # True: show output while it happens; False: at the end
+    ):
+        """Run a job on all ranks and return their results in rank order; one job runs at a time.
+        Raise `CantDistribute`, `RankRaised`, `RankDied` or KeyboardInterrupt"""
+        if not self._lock.acquire(blocking=False):
+            raise CantDistribute(f"The group is busy: {self.running}")
+        try:
+            dead = self.dead() if self.pids else ()     # before the first job no one lives
+            if dead:
+                # the first error after a death names the rank; then all workers are ended, and the
+                # cluster for good
+                died = f"Rank {dead[0]} died between two cells. " if self.local.workers else ''
+                self.local.close(0)
+                raise CantDistribute(died+_HAS_ENDED)
+            self.running = what
+            self.local.see = see
+            self.local.live = live
+            outcome = self.local.run(Job.of(fn, payload), self.n)
+        except WorkerError as e:
+            # a job's refusal is an error of the notebook's, not of a rank's
+            if isinstance(e.__cause__, CantDistribute): raise e.__cause__ from None
+            self._add_remedy(e)
+            raise
+        finally:
+            if not self.local.workers: self._held_gpus.close()      # a failure has ended them
+            self.running = ''
+            self._lock.release()
+        if outcome.interrupted: raise KeyboardInterrupt
+        return outcome.results
+    def _add_remedy(self, e):
+        "Set the remedy of a `WorkerError` where a cluster has one of its own"
+        kind = e.failure.kind if isinstance(e, RankRaised) else ''
+        if kind == 'NameError':
+            e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
+                        "it from the notebook with %dipush.")
+        if kind == 'SystemExit':
+            e.remedy = "sys.exit ends a script, not a worker. `%makedip -k` ends the group."
+        if self.local.workers is None: e.remedy = _HAS_ENDED
+    def dead(self):
+        "Return the ranks whose processes have ended"
+        alive = self.local.workers.alive() if self.local.workers else []
+        return [r for r in range(self.n) if r not in alive]
+    @property
+    def alive(self):
+        "True if all of its workers are alive"
+        return not self.dead()
+    def shutdown(self):
+        "End the cluster; harmless when repeated"
+        atexit.unregister(self.shutdown)
+        self.local.__exit__()
+        self._held_gpus.close()
+    def parse_ranks(self,
+        ranks, # 'all', a text such as '0,2', a number, or a list of numbers
+        option='rank' # Name of the option, for the error message
+    ):
+        "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
+        if ranks == 'all': return list(range(self.n))
+        words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
+        exist = words and all(str(o).isdigit() and int(o) < self.n for o in words)
+        if exist: return [*map(int, words)]
+        raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
+    def push(self,
+        objs=None, # Dict from name to object
+        **kwargs # The same, as keywords
+    ):
+        """Copy objects into every worker's namespace, under these names. Refuse what can't be
+        pickled, by its name"""
+        objs = (objs or {}) | kwargs
+        payload = dump_with_patches(dict(objs=objs), objs, with_settings=False)
+        self._run_job(push_job, payload, f"receiving {', '.join(objs)}")
+    def pull(self,
+        *names, # Names of objects in the worker
+        rank=0, # The worker to copy from
+        home=None # Namespace in which functions among the objects look up names; None: `__main__`'s
+    ):
+        """Return copies of a worker's objects, as a dict from name to object. Refuse names that the
+        worker doesn't have, and what can't be pickled"""
+        ranks = self.parse_ranks(rank)
+        if len(ranks) > 1: raise CantDistribute(f"rank {rank}: objects come from one worker.")
+        rank, = ranks
+        results = self._run_job(pull_job, dict(names=names, rank=rank),
+                                f"sending {', '.join(names)}")
+        meta,buffers = results[rank]
+        device = current_device() if group.n_gpus() else torch.device('cpu')
+        objs = load(meta, [memoryview(b).cast('B') for b in buffers], device=device, home=home)
+        package = APPS[self.app]
+        if not package: return objs
+        for o in objs.values():
+            # a learner of a worker may have been on its GPU
+            if is_kind(o, ['Learner']): resolve_function(f'{package}.snapshot:place')(o, device)
+        return objs
+    def run_cell(self,
+        cell, # Text of the cell
+        see='0', # Ranks whose output is shown, or 'all': all but the first with a prefix
+        on='all', # Ranks that run it
+        live=True, # True: show output while it happens; False: at the end
+        name=None # What tracebacks call the cell; None: IPython's name in the worker
+    ):
+        "Run a cell in the workers' namespaces; raise an error of the cell as `RankRaised`"
+        on = self.parse_ranks(on, 'on')
+        see = self.parse_ranks(see, 'see')
+        if not set(see) & set(on): see = on[:1]     # the output of some rank that runs it is shown
+        title = cell.strip().partition('\n')[0][:60]
+        self.last_run = title
+        self._run_job(cell_job, dict(cell=cell, on=on, name=name), title, see, live)
+    def run(self,
+        fn, # Called as `fn(*args, **kwargs)` on all ranks; finds names of their namespaces
+        *args,
+        see='0', # Ranks whose output is shown, as for `run_cell`
+        **kwargs
+    ):
+        """Call a function on all ranks and return its results in rank order. Refuse what can't be
+        pickled, by its name"""
+        bind_arguments(fn, args, kwargs)
+        payload = dump_or_blame((fn, args, kwargs),
+                                {'the function': fn, 'args': args, 'kwargs': kwargs})
+        return self._run_job(call_job, payload, getattr(fn, '__name__', 'a function'),
+                             self.parse_ranks(see, 'see'))
+    def stat(self):
+        """Return a table as text, with a line for each rank: rank, process id, device, memory (only
+        when idle), busy ('yes', 'no' or 'dead'), and the first line of what it runs or ran last"""
+        running = self.running
+        dead = self.dead()
+        memory = [''] * self.n if running or dead else self._run_job(memory_job, None, 'stat')
+        row = '{:4}  {:8}  {:7}  {:20}  {:4}  {}'.format
+        lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
+        for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
+            busy = 'dead' if r in dead else 'yes' if running else 'no'
+            lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
+        return '\n'.join(lines)
+    def info(self):
+        "Return a description of the cluster and its workers, as text"
+        return f'{self!r}\n{self.stat()}' if self.alive else repr(self)
+    def __repr__(self):
+        if not self.alive: return f"A group of {self.n} that ended"
+        where = 'CPU (gloo)'
+        if self.gpus:
+            gpus = f"GPU{'s' if len(self.gpus) > 1 else ''} {', '.join(map(str,self.gpus))}"
+            where = f"{gpus} ({group.native_backend()})"
+        return f"{self.n} rank{'s' if self.n > 1 else ''} on {where}, app {self.app}"

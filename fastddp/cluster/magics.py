@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/cluster/652_magics.ipynb #0cd54485
 import functools, inspect
 
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
@@ -188,50 +188,42 @@ class DipMagics(Magics):
         "Show rank, pid, device and memory of each worker, and what it runs"
         parse_argstring(self.dipstat, line)
         print(self.group().stat())
-
-# %% ../../nbs/cluster/652_magics.ipynb #b0420685
-@patch
-def _cluster_args(self:DipMagics,
-    args # The parsed line of `%makedip`
-):
-    "Return the arguments of `Cluster` for the group that a line asks for; None if it asks for none"
-    gpus = parse_gpus(args.gpus)
-    if gpus and args.nprocs:
-        raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")
-    if gpus or args.nprocs is not None:
-        return dict(gpus=gpus, nprocs=args.nprocs, app=args.app or default_app())
-    if not args.restart: return None
-    if not self.cluster_args:
-        raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
-    return self.cluster_args | ({'app': args.app} if args.app else {})
-
-@patch
-def _start(self:DipMagics,
-    cluster_args, # What `_cluster_args` returned
-    args # The parsed line of `%makedip`
-):
-    "Start a group, unless the same one stands; raise `CantDistribute` if another one stands"
-    suffix = ''
-    stands = self.cluster and self.cluster.alive
-    if args.restart or not stands:
-        self.shutdown()
-        self.cluster = Cluster(**cluster_args, timeout=args.timeout)
-        self.cluster_args = cluster_args
-    elif cluster_args == self.cluster_args: suffix = ': it stands already'
-    else:
-        raise CantDistribute(f"There is a group already ({self.cluster!r}): "
-                             "-r ends it and starts this one, -k ends it.")
-    if self.verbose is not False: print(f'{self.cluster!r}{suffix}')
-
-# %% ../../nbs/cluster/652_magics.ipynb #08b33446
-@patch
-def transform(self:DipMagics,
-    lines # Lines of a cell
-):
-    """Return the lines that IPython runs instead; an input transformer. It puts the line of
-    `%autodip` before a cell, and leaves out `%%dip local`, so that IPython itself runs the cell"""
-    if lines and lines[0].split() == ['%%dip','local']: return lines[1:]
-    is_off = self.auto_line is None or self.in_notebook
-    is_empty = not ''.join(lines).strip()
-    if is_off or is_empty or lines[0].startswith('%'): return lines
-    return [f'{self.auto_line}\n', *lines]
+    def _cluster_args(self,
+        args # The parsed line of `%makedip`
+    ):
+        "Return the arguments of `Cluster` for the group that a line asks for; None without one"
+        gpus = parse_gpus(args.gpus)
+        if gpus and args.nprocs:
+            raise CantDistribute("-g is for GPUs, -n for workers on the CPU: one of them.")
+        if gpus or args.nprocs is not None:
+            return dict(gpus=gpus, nprocs=args.nprocs, app=args.app or default_app())
+        if not args.restart: return None
+        if not self.cluster_args:
+            raise CantDistribute("There was no group yet that could be started anew: say -g or -n.")
+        return self.cluster_args | ({'app': args.app} if args.app else {})
+    def _start(self,
+        cluster_args, # What `_cluster_args` returned
+        args # The parsed line of `%makedip`
+    ):
+        "Start a group, unless the same one stands; raise `CantDistribute` if another one stands"
+        suffix = ''
+        stands = self.cluster and self.cluster.alive
+        if args.restart or not stands:
+            self.shutdown()
+            self.cluster = Cluster(**cluster_args, timeout=args.timeout)
+            self.cluster_args = cluster_args
+        elif cluster_args == self.cluster_args: suffix = ': it stands already'
+        else:
+            raise CantDistribute(f"There is a group already ({self.cluster!r}): "
+                                 "-r ends it and starts this one, -k ends it.")
+        if self.verbose is not False: print(f'{self.cluster!r}{suffix}')
+    def transform(self,
+        lines # Lines of a cell
+    ):
+        """Return the lines that IPython runs instead; an input transformer. It puts the line of
+        `%autodip` before a cell, and leaves out `%%dip local`, so that IPython runs the cell"""
+        if lines and lines[0].split() == ['%%dip','local']: return lines[1:]
+        is_off = self.auto_line is None or self.in_notebook
+        is_empty = not ''.join(lines).strip()
+        if is_off or is_empty or lines[0].startswith('%'): return lines
+        return [f'{self.auto_line}\n', *lines]

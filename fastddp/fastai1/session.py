@@ -10,7 +10,7 @@ import functools, math
 
 from fastai import basic_train
 from fastai.callback import Callback, CallbackHandler
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base.checks import Check, check, whole
 from ..base.scoped import with_attrs
@@ -61,72 +61,57 @@ class Session(_Session):
         "Return the `step_sizes` of the training loader"
         return step_sizes(self.learn.data.train_dl, self.n, self.options['batch'])
     def quiet(self): return self.learn.silent
-
-# %% ../../nbs/fastai1/806_session.ipynb #11822bc9
-@patch
-def fit(self:Session, epochs, learn, callbacks=None, metrics=None):
-    "Fit on the workers; afterwards the learner is as after a local fit"
-    check('epochs', epochs, whole("the number of epochs, a whole number", 0))
-    callbacks = list(callbacks or [])
-    for cb in callbacks: check('callbacks', cb, _CALLBACK)
-    self.check()
-    job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
-    call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
-                       counts_steps=finds_lr(callbacks))
-    self.train(call)
-
-@patch
-def _enough_epochs(self:Session, epochs, callbacks):
-    """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
-    with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
-    for cb in callbacks:
-        if finds_lr([cb]):
-            _,steps = self.global_batch()
-            epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
-    return epochs
-
-# %% ../../nbs/fastai1/806_session.ipynb #74248ed4
-@patch
-def validate(self:Session, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
-             n_batch=None):
-    "Validate on the workers; returns what `basic_train.validate` returns"
-    # Nothing is refused: each worker goes over all of a loader that can't be sharded
-    handler = cb_handler or CallbackHandler()
-    infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
-    call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
-                       dict(handler=handler, infer=infer))
-    with self.showing_lines(call):
-        outcome = call.run()
-        # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
-        if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
-            raise KeyboardInterrupt
-    return outcome.results[0][0]
-
-# %% ../../nbs/fastai1/806_session.ipynb #8b6f723c
-@patch
-def overrides(self:Session):
-    "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
-    return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
-
-@patch
-def _on_workers(self:Session, name):
-    "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
-    method = getattr(type(self.learn), name)
-    @functools.wraps(method)
-    def call(*args, **kwargs):
-        with self._in_basic_train(): return method(self.learn, *args, **kwargs)
-    return call
-
-@patch
-def _in_basic_train(self:Session):
-    """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
-    this learner and its model"""
-    fastai_fit = basic_train.fit
-    fastai_validate = basic_train.validate
-    def fit(epochs, learn, *args, **kwargs):
-        run = self.fit if learn is self.learn else fastai_fit
-        return run(epochs, learn, *args, **kwargs)
-    def validate(model, *args, **kwargs):
-        run = self.validate if model is self.learn.model else fastai_validate
-        return run(model, *args, **kwargs)
-    return with_attrs(basic_train, fit=fit, validate=validate)
+    def fit(self, epochs, learn, callbacks=None, metrics=None):
+        "Fit on the workers; afterwards the learner is as after a local fit"
+        check('epochs', epochs, whole("the number of epochs, a whole number", 0))
+        callbacks = list(callbacks or [])
+        for cb in callbacks: check('callbacks', cb, _CALLBACK)
+        self.check()
+        job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
+        call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
+                           counts_steps=finds_lr(callbacks))
+        self.train(call)
+    def _enough_epochs(self, epochs, callbacks):
+        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
+        with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
+        for cb in callbacks:
+            if finds_lr([cb]):
+                _,steps = self.global_batch()
+                epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
+        return epochs
+    def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
+                 n_batch=None):
+        "Validate on the workers; returns what `basic_train.validate` returns"
+        # Nothing is refused: each worker goes over all of a loader that can't be sharded
+        handler = cb_handler or CallbackHandler()
+        infer = dict(dl=dl, loss_func=loss_func, average=average, n_batch=n_batch)
+        call = LearnerCall(self, infer_job, handler.callbacks, handler.metrics,
+                           dict(handler=handler, infer=infer))
+        with self.showing_lines(call):
+            outcome = call.run()
+            # pairs `(result, interrupted)`, see `infer_job`. Only that of rank 0 has the result
+            if outcome.interrupted or any(interrupted for _,interrupted in outcome.results):
+                raise KeyboardInterrupt
+        return outcome.results[0][0]
+    def overrides(self):
+        "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
+        return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
+    def _on_workers(self, name):
+        "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
+        method = getattr(type(self.learn), name)
+        @functools.wraps(method)
+        def call(*args, **kwargs):
+            with self._in_basic_train(): return method(self.learn, *args, **kwargs)
+        return call
+    def _in_basic_train(self):
+        """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
+        this learner and its model"""
+        fastai_fit = basic_train.fit
+        fastai_validate = basic_train.validate
+        def fit(epochs, learn, *args, **kwargs):
+            run = self.fit if learn is self.learn else fastai_fit
+            return run(epochs, learn, *args, **kwargs)
+        def validate(model, *args, **kwargs):
+            run = self.validate if model is self.learn.model else fastai_validate
+            return run(model, *args, **kwargs)
+        return with_attrs(basic_train, fit=fit, validate=validate)

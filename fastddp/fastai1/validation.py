@@ -13,7 +13,7 @@ import numpy as np, torch
 from fastai import basic_train
 from fastai.callback import AverageMetric, Callback, CallbackHandler
 from fastai.core import first_el, is_listy
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.scoped import set_entries, with_attrs
@@ -124,82 +124,70 @@ class Validation:
         store_attr()
         self.fastai_validate = basic_train.validate
         self.is_running = False     # True while fastai's function validates this rank's batches
-
-# %% ../../nbs/fastai1/802_validation.ipynb #fc18d51f
-@patch
-def _batches_depend(self:Validation, model, dl, loss_func, callbacks=()):
-    """Return True if each rank must validate all batches, the same on all ranks. A collective
-    operation"""
-    whole = original(torch_dl(dl))
-    if why_not_torch(whole) or is_lm(dl): return True
-    bs = torch_bs(whole)
-    adding = [cb for cb in callbacks if adds_metrics(cb)]
-    for cb in adding:
-        self.losses.print_once(_ADDS_METRICS.format(type(cb).__name__), type(cb).__name__)
-    # A state may have other rows on another rank, and some callbacks are rank 0's only
-    depend = (bool(adding) or bool(bs) and has_state_of(model, bs)
-              or bool(loss_func) and self.losses.validates_all(loss_func))
-    return self.ranks.all_reduce(depend)[0] > 0
-
-# %% ../../nbs/fastai1/802_validation.ipynb #2e247e55
-@patch
-def __call__(self:Validation, model, dl, loss_func=None, cb_handler=None, pbar=None,
-             average=True, n_batch=None):
-    "Validate as `basic_train.validate`, whose parameters and result it has"
-    handler = cb_handler or CallbackHandler()
-    # A metric made under a launcher has a `world`, and would average in every batch
-    for m in handler.metrics:
-        if isinstance(m, AverageMetric): m.world = 0
-    # A callback validates within a validation, in a batch that other ranks may not have
-    is_inner = self.is_running
-    if not is_inner: self.before()
-    if is_inner or n_batch or self._batches_depend(model, dl, loss_func, handler.callbacks):
-        with self.common:
-            return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
-                                        average, n_batch)
-    return self._in_turn(model, dl, loss_func, handler, pbar, average)
-
-# %% ../../nbs/fastai1/802_validation.ipynb #ccae3881
-@patch
-def _run(self:Validation, model, dl, loss_func, handler, metrics, pbar):
-    """Run fastai's own function over this rank's batches, with `metrics` instead of the
-    handler's; then meet the other ranks. Returns its result, and the batches' sizes"""
-    handlers_own = handler.on_batch_end
-    sizes = []
-    def on_batch_end(loss):
-        target = handler.state_dict['last_target']
-        sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
-        return handlers_own(loss) or self.ranks.stop_requested()
-    def watched(*args):
-        return self.losses.watched(loss_func, False, lambda state: loss_func(*args))
-    running = with_attrs(self, is_running=True)
-    with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
-        results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
-                                       average=False)
-    # A rank that was asked to stop has ended its loop. Here it stops all others, too
-    self.ranks.all_reduce()
-    # Ranks may have different numbers of batches. If a callback validates in each of them, and
-    # so draws from the common streams, these differ
-    self.common.set_state(group.from_rank0(self.common.state()))
-    return results, sizes
-
-# %% ../../nbs/fastai1/802_validation.ipynb #dd866c33
-@patch
-def _in_turn(self:Validation, model, dl, loss_func, handler, pbar, average):
-    "Validate this rank's batches, and put the ranks' results together. A collective operation"
-    own = shard(dl, group.rank(), group.world_size(), False, self.common)
-    summed = [m for m in handler.metrics if adds_up(m)]
-    others = [m for m in handler.metrics if not adds_up(m)]
-    keep = _KeepBatches(any(map(may_read_input, others)))
-    metrics = [*summed, keep] if others else summed
-    # This rank by itself, until it meets the others
-    results,sizes = self._run(model, own, loss_func, handler, metrics, pbar)
-    # All ranks together. They have the same metrics, so each comes to the same collectives
-    for m in summed: _sum_over_ranks(m)
-    if others: _replay(handler, others, keep.batches)
-    of_ranks = [*turns_of_ranks([*zip(results, sizes)])]
-    # The result, as fastai's own function returns it
-    results = [result for result,_ in of_ranks]
-    if not average: return results
-    sizes = np.array([size for _,size in of_ranks], dtype=np.float32)
-    return (torch.stack(results).numpy()*sizes).sum()/sizes.sum()
+    def _batches_depend(self, model, dl, loss_func, callbacks=()):
+        """Return True if each rank must validate all batches, the same on all ranks. A collective
+        operation"""
+        whole = original(torch_dl(dl))
+        if why_not_torch(whole) or is_lm(dl): return True
+        bs = torch_bs(whole)
+        adding = [cb for cb in callbacks if adds_metrics(cb)]
+        for cb in adding:
+            self.losses.print_once(_ADDS_METRICS.format(type(cb).__name__), type(cb).__name__)
+        # A state may have other rows on another rank, and some callbacks are rank 0's only
+        depend = (bool(adding) or bool(bs) and has_state_of(model, bs)
+                  or bool(loss_func) and self.losses.validates_all(loss_func))
+        return self.ranks.all_reduce(depend)[0] > 0
+    def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None,
+                 average=True, n_batch=None):
+        "Validate as `basic_train.validate`, whose parameters and result it has"
+        handler = cb_handler or CallbackHandler()
+        # A metric made under a launcher has a `world`, and would average in every batch
+        for m in handler.metrics:
+            if isinstance(m, AverageMetric): m.world = 0
+        # A callback validates within a validation, in a batch that other ranks may not have
+        is_inner = self.is_running
+        if not is_inner: self.before()
+        if is_inner or n_batch or self._batches_depend(model, dl, loss_func, handler.callbacks):
+            with self.common:
+                return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
+                                            average, n_batch)
+        return self._in_turn(model, dl, loss_func, handler, pbar, average)
+    def _run(self, model, dl, loss_func, handler, metrics, pbar):
+        """Run fastai's own function over this rank's batches, with `metrics` instead of the
+        handler's; then meet the other ranks. Returns its result, and the batches' sizes"""
+        handlers_own = handler.on_batch_end
+        sizes = []
+        def on_batch_end(loss):
+            target = handler.state_dict['last_target']
+            sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
+            return handlers_own(loss) or self.ranks.stop_requested()
+        def watched(*args):
+            return self.losses.watched(loss_func, False, lambda state: loss_func(*args))
+        running = with_attrs(self, is_running=True)
+        with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
+            results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
+                                           average=False)
+        # A rank that was asked to stop has ended its loop. Here it stops all others, too
+        self.ranks.all_reduce()
+        # Ranks may have different numbers of batches. If a callback validates in each of them, and
+        # so draws from the common streams, these differ
+        self.common.set_state(group.from_rank0(self.common.state()))
+        return results, sizes
+    def _in_turn(self, model, dl, loss_func, handler, pbar, average):
+        "Validate this rank's batches, and put the ranks' results together. A collective operation"
+        own = shard(dl, group.rank(), group.world_size(), False, self.common)
+        summed = [m for m in handler.metrics if adds_up(m)]
+        others = [m for m in handler.metrics if not adds_up(m)]
+        keep = _KeepBatches(any(map(may_read_input, others)))
+        metrics = [*summed, keep] if others else summed
+        # This rank by itself, until it meets the others
+        results,sizes = self._run(model, own, loss_func, handler, metrics, pbar)
+        # All ranks together. They have the same metrics, so each comes to the same collectives
+        for m in summed: _sum_over_ranks(m)
+        if others: _replay(handler, others, keep.batches)
+        of_ranks = [*turns_of_ranks([*zip(results, sizes)])]
+        # The result, as fastai's own function returns it
+        results = [result for result,_ in of_ranks]
+        if not average: return results
+        sizes = np.array([size for _,size in of_ranks], dtype=np.float32)
+        return (torch.stack(results).numpy()*sizes).sum()/sizes.sum()

@@ -8,7 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
 from contextlib import contextmanager, nullcontext
 
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.rng import generator_state, seed_generator, seed_rank
@@ -98,14 +98,18 @@ class ShardData(OurCallback):
         """Have the loader yield this rank's shard to the loop that begins next, which is fastai's.
         `distributed` calls it at the end of before_train and before_validate"""
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
-
-# %% ../../nbs/fastai2/720_callbacks.ipynb #d0c7719a
-@patch
-def read_whole(self:ShardData, dl):
-    "Yield all batches of a sharded loader, the same on all ranks"
-    with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
-        try: yield from iterate_original(dl, self.common)
-        finally: follow_original(dl)
+    def read_whole(self, dl):
+        "Yield all batches of a sharded loader, the same on all ranks"
+        with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
+            try: yield from iterate_original(dl, self.common)
+            finally: follow_original(dl)
+    def before_epoch(self):
+        n = group.world_size()
+        if n == 1 or self.together.fit_depth > 1: return   # in a fit inside the fit
+        seed_rank(group.rank(), n, self.common, self.epoch)
+        # rank 0's go on as they are, and are the notebook's afterwards
+        if group.rank():
+            for v in own_generators(self.learn.dls.loaders): seed_generator(v)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #4f1ab86e
 def own_generators(loaders):
@@ -120,15 +124,6 @@ def own_generators(loaders):
         for v in getattr(dl.dataset, '__dict__', {}).values():
             if generator_state(v) is not None and id(v) not in of_order: found[id(v)] = v
     return [*found.values()]
-
-@patch
-def before_epoch(self:ShardData):
-    n = group.world_size()
-    if n == 1 or self.together.fit_depth > 1: return   # in a fit inside the fit
-    seed_rank(group.rank(), n, self.common, self.epoch)
-    # rank 0's go on as they are, and are the notebook's afterwards
-    if group.rank():
-        for v in own_generators(self.learn.dls.loaders): seed_generator(v)
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ca110001
 # The same model on all ranks

@@ -15,7 +15,7 @@ import torch
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.device import OutOfMemory, device_module
@@ -84,60 +84,43 @@ class NoteProgress(OurCallback):
         dl = getattr(learn, 'dl', None)
         return tuple((i, item_name(getattr(dl, 'dataset', None), i))
                      for i in batch_items(dl, self.in_batch))
-
-# %% ../../nbs/fastai2/726_jobs.ipynb #287852b6
-@patch
-def _enter(self:NoteProgress, phase):
-    self.phase = phase
-    self.n_begun = 0
-    self.in_batch = False
-    # `where` may be called when fastai has already removed this callback from its learner
-    self.epoch = getattr(self.learn, 'epoch', None)
-
-@patch
-def before_fit(self:NoteProgress):
-    self.fits.append(dict(phase=self.phase, n_begun=self.n_begun, in_batch=self.in_batch,
-                          epoch=self.epoch))
-@patch
-def before_epoch(self:NoteProgress): self._enter('epoch')
-@patch
-def before_train(self:NoteProgress):
-    self._enter('train')
-    self.progress.start()
-@patch
-def after_train(self:NoteProgress):
-    epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
-    # of each batch, the items of this rank and of all
-    counts = epoch.counts[:epoch.n_yielded] if epoch else ()
-    self.progress.lap(sum(total for _,total in counts))
-    self._enter('epoch')
-    self.ctx.beat(self.where())
-@patch
-def before_validate(self:NoteProgress): self._enter('validate')
-@patch
-def after_validate(self:NoteProgress): self._enter('epoch')
-@patch
-def after_epoch(self:NoteProgress): self.progress.epochs += len(self.fits) == 1
-@patch
-def after_fit(self:NoteProgress):
-    outer = self.fits.pop()
-    if self.fits: vars(self).update(outer)
-
-# %% ../../nbs/fastai2/726_jobs.ipynb #b1cd30cc
-@patch
-def before_batch(self:NoteProgress):
-    self.in_batch = True
-    self.n_begun += 1
-    self.progress.at_batch(self.where(), self.training)
-
-@patch
-def after_batch(self:NoteProgress):
-    if not self.training: self.in_batch = False     # in training `EndOfAll` does this
-    # a job that only validates has no `fits`
-    is_first = not self.has_stepped and (self.training or not self.fits)
-    if not is_first: return
-    self.has_stepped = True
-    self.ctx.end_phase('first step')
+    def _enter(self, phase):
+        self.phase = phase
+        self.n_begun = 0
+        self.in_batch = False
+        # `where` may be called when fastai has already removed this callback from its learner
+        self.epoch = getattr(self.learn, 'epoch', None)
+    def before_fit(self):
+        self.fits.append(dict(phase=self.phase, n_begun=self.n_begun, in_batch=self.in_batch,
+                              epoch=self.epoch))
+    def before_epoch(self): self._enter('epoch')
+    def before_train(self):
+        self._enter('train')
+        self.progress.start()
+    def after_train(self):
+        epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
+        # of each batch, the items of this rank and of all
+        counts = epoch.counts[:epoch.n_yielded] if epoch else ()
+        self.progress.lap(sum(total for _,total in counts))
+        self._enter('epoch')
+        self.ctx.beat(self.where())
+    def before_validate(self): self._enter('validate')
+    def after_validate(self): self._enter('epoch')
+    def after_epoch(self): self.progress.epochs += len(self.fits) == 1
+    def after_fit(self):
+        outer = self.fits.pop()
+        if self.fits: vars(self).update(outer)
+    def before_batch(self):
+        self.in_batch = True
+        self.n_begun += 1
+        self.progress.at_batch(self.where(), self.training)
+    def after_batch(self):
+        if not self.training: self.in_batch = False     # in training `EndOfAll` does this
+        # a job that only validates has no `fits`
+        is_first = not self.has_stepped and (self.training or not self.fits)
+        if not is_first: return
+        self.has_stepped = True
+        self.ctx.end_phase('first step')
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #19999943
 class EndOfAll(OurCallback):
@@ -383,24 +366,21 @@ class InferCall(Call):
                 training=False, dl=None if isinstance(dl, int) else dl, columns=session.columns)
             return payload
     def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
-
-# %% ../../nbs/fastai2/726_jobs.ipynb #b9e92599
-@patch
-def validate(self:InferCall):
-    "Validate on the workers; afterwards learner, loader and callbacks are as after a local one"
-    learn = self.learn
-    gather = gatherers(learn)
-    # they have begun with `before_fit`, which opens files and can't be sent
-    loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
-               and not isinstance(cb, ProgressCallback)]
-    with learn.removed_cbs(loggers), learn.no_logging(), self.session.showing_lines(self):
-        out = self.run()
-        self.report.add_results([o.progress for o in out.results])
-        self.session.keep(self.report)
-        cancelled = [o.cancelled for o in out.results if o.cancelled]
-        if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
-    learn.dl = self.dl
-    # `run` has put the attributes of rank 0's callbacks into the notebook's
-    if cancelled: raise cancelled[0]()
-    set_dl_state(self.dl, out.results[0].dl_state)
-    end_gathering(gather, join_parts([o.part for o in out.results]))
+    def validate(self):
+        "Validate on the workers; afterwards learner, loader and callbacks are as after a local one"
+        learn = self.learn
+        gather = gatherers(learn)
+        # they have begun with `before_fit`, which opens files and can't be sent
+        loggers = [cb for cb in learn.cbs if is_rank0_only(cb)
+                   and not isinstance(cb, ProgressCallback)]
+        with learn.removed_cbs(loggers), learn.no_logging(), self.session.showing_lines(self):
+            out = self.run()
+            self.report.add_results([o.progress for o in out.results])
+            self.session.keep(self.report)
+            cancelled = [o.cancelled for o in out.results if o.cancelled]
+            if out.interrupted or KeyboardInterrupt in cancelled: raise KeyboardInterrupt
+        learn.dl = self.dl
+        # `run` has put the attributes of rank 0's callbacks into the notebook's
+        if cancelled: raise cancelled[0]()
+        set_dl_state(self.dl, out.results[0].dl_state)
+        end_gathering(gather, join_parts([o.part for o in out.results]))

@@ -13,7 +13,6 @@ from typing import NamedTuple
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
 from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
-from fastcore.basics import patch
 from fastcore.foundation import L
 
 from ..base import group
@@ -152,90 +151,72 @@ class Phase:
     def restore(self):
         "Give the metrics their own `accumulate` again"
         for m in self.metrics: vars(m).pop('accumulate', None)
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #e58f3a20
-@patch
-def accumulate(self:Phase, m, i, learn):
-    "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
-    self.used.add(i)
-    if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
-    elif self.is_training:
-        for batch in self.batches: run_metric(m, learn, batch)
-    else: self._keep(m, i, learn)
-
-@patch
-def _accumulate_own(self:Phase, m, learn):
-    if not self.is_training: return type(m).accumulate(m, learn)
-    if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
-    pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
-    with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
-
-@patch
-def _keep(self:Phase, m, i, learn):
-    "Keep the current batch of a validation, once for all replayed metrics"
-    if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
-    # predictions may be the same object in two batches; then a metric comes for the second time
-    if self.last_kept is not learn.pred or i in self.have_last:
-        self.last_kept = learn.pred
-        self.have_last = set()
-        self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
-    self.have_last.add(i)
-    if self.reads[id(m)] and self.kept[-1].xb is None:
-        self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #7ee5fd68
-@patch
-def gather_batch(self:Phase):
-    """Bring the training batch of all ranks together for replayed metrics. A collective
-    operation: all ranks call it at the end of each batch"""
-    learn = self.learn
-    part = part_of(learn, learn.pred, *learn.yb, more=learn.xb)
-    tree = whole(part)
-    # parts that don't fit together, such as texts of other lengths, are taken one by one
-    trees = [tree] if tree else trees_of_ranks(part.counted() if part.count else None, {})
-    n = 1+len(learn.yb)
-    self.batches = [on_cpu(KeptBatch(tuple(o[n:]), o[0], tuple(o[1:n]), learn.loss))
-                    for o in trees if o is not None]
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #f69905fc
-@patch
-def reduce(self:Phase): # True if the phase had metrics
-    """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
-    also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
-    state of a callback's validation"""
-    used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
-    metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
-    for m in metrics:
-        if not self.is_replayed[id(m)]: merge_state(m)
-    if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
-    return len(metrics) > 0
-
-@patch
-def _replay(self:Phase, metrics):
-    "Have the metrics accumulate the batches of all ranks in their order"
-    if not metrics: return
-    # rank `r` of `n` has the batches `r`, `r+n`, ...: `turns_of_ranks` takes one of each in turn
-    for batch in turns_of_ranks([tuple(o) for o in self.kept]):
-        for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #a471b581
-@patch
-def resume(self:Phase,
-    is_global # True if that validation gave the metrics the state of all ranks
-):
-    "Go on after a callback's own validation inside this phase, with the same metrics"
-    if is_global:
-        # it has reset the metrics, so the batches before it don't count, as in one process
-        self.kept = []
-        # `reduce` sums over ranks: their common state must count once
-        if group.rank():
+    def accumulate(self, m, i, learn):
+        "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
+        self.used.add(i)
+        if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
+        elif self.is_training:
+            for batch in self.batches: run_metric(m, learn, batch)
+        else: self._keep(m, i, learn)
+    def _accumulate_own(self, m, learn):
+        if not self.is_training: return type(m).accumulate(m, learn)
+        if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
+        pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
+        with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
+    def _keep(self, m, i, learn):
+        "Keep the current batch of a validation, once for all replayed metrics"
+        if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
+        # predictions may be the same object in two batches; then a metric comes for the second time
+        if self.last_kept is not learn.pred or i in self.have_last:
+            self.last_kept = learn.pred
+            self.have_last = set()
+            self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
+        self.have_last.add(i)
+        if self.reads[id(m)] and self.kept[-1].xb is None:
+            self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
+    def gather_batch(self):
+        """Bring the training batch of all ranks together for replayed metrics. A collective
+        operation: all ranks call it at the end of each batch"""
+        learn = self.learn
+        part = part_of(learn, learn.pred, *learn.yb, more=learn.xb)
+        tree = whole(part)
+        # parts that don't fit together, such as texts of other lengths, are taken one by one
+        trees = [tree] if tree else trees_of_ranks(part.counted() if part.count else None, {})
+        n = 1+len(learn.yb)
+        self.batches = [on_cpu(KeptBatch(tuple(o[n:]), o[0], tuple(o[1:n]), learn.loss))
+                        for o in trees if o is not None]
+    def reduce(self): # True if the phase had metrics
+        """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
+        also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
+        state of a callback's validation"""
+        used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
+        metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
+        for m in metrics:
+            if not self.is_replayed[id(m)]: merge_state(m)
+        if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
+        return len(metrics) > 0
+    def _replay(self, metrics):
+        "Have the metrics accumulate the batches of all ranks in their order"
+        if not metrics: return
+        # rank `r` of `n` has the batches `r`, `r+n`, ...: `turns_of_ranks` takes one of each
+        for batch in turns_of_ranks([tuple(o) for o in self.kept]):
+            for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
+    def resume(self,
+        is_global # True if that validation gave the metrics the state of all ranks
+    ):
+        "Go on after a callback's own validation inside this phase, with the same metrics"
+        if is_global:
+            # it has reset the metrics, so the batches before it don't count, as in one process
+            self.kept = []
+            # `reduce` sums over ranks: their common state must count once
+            if group.rank():
+                for m in self.metrics:
+                    if not self.is_replayed[id(m)]: m.reset()
+        elif not self.is_training:
+            # what it has left in these doesn't count: `reduce` adds all batches of this phase
             for m in self.metrics:
-                if not self.is_replayed[id(m)]: m.reset()
-    elif not self.is_training:
-        # what it has left in these doesn't count: `reduce` adds all batches of this phase
-        for m in self.metrics:
-            if self.is_replayed[id(m)]: m.reset()
-    self._start()
+                if self.is_replayed[id(m)]: m.reset()
+        self._start()
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
 class ReduceMetrics(OurCallback):
@@ -283,6 +264,35 @@ class ReduceMetrics(OurCallback):
         self.phase = None
         if phase is not None: phase.restore()
         return phase
+    @contextlib.contextmanager
+    def kept(self):
+        """Context manager for a validation of this rank alone in a batch of a validation: the
+        metrics go on afterwards as they were"""
+        metrics = self.phase.metrics if self.phase else ()
+        before = [_copied(vars(m)) for m in metrics]
+        outer = self.end_phase()
+        try: yield
+        finally:
+            for m,attrs in zip(metrics, before):
+                vars(m).clear()
+                vars(m).update(attrs)
+            self.phase = outer
+            if outer is not None: outer._start()
+    @contextlib.contextmanager
+    def nested_validation(self):
+        """Context manager for a callback's own validation or prediction by all ranks, in
+        `as_one.validate`: the metrics belong to its phases; afterwards the outer phase goes on"""
+        outer = self.end_phase()
+        dl = self.dl
+        self.is_global = False
+        try: yield
+        finally:
+            self.end_phase()
+            self.phase = outer
+            if outer is not None:
+                # another loader stays in `learn.dl`, and fastai trains on it, as in one process
+                if original(self.dl) is original(dl): self.learn.dl = dl
+                outer.resume(self.is_global)
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e9ea3aa3
 def _copied(attrs):
@@ -292,36 +302,3 @@ def _copied(attrs):
         try: return copy.deepcopy(v)
         except Exception: return v
     return {k:copied(v) for k,v in attrs.items()}
-
-@patch
-@contextlib.contextmanager
-def kept(self:ReduceMetrics):
-    """Context manager for a validation of this rank alone in a batch of a validation: the
-    metrics go on afterwards as they were"""
-    metrics = self.phase.metrics if self.phase else ()
-    before = [_copied(vars(m)) for m in metrics]
-    outer = self.end_phase()
-    try: yield
-    finally:
-        for m,attrs in zip(metrics, before):
-            vars(m).clear()
-            vars(m).update(attrs)
-        self.phase = outer
-        if outer is not None: outer._start()
-
-@patch
-@contextlib.contextmanager
-def nested_validation(self:ReduceMetrics):
-    """Context manager for a callback's own validation or prediction by all ranks, in
-    `as_one.validate`: the metrics belong to its phases; afterwards the outer phase goes on"""
-    outer = self.end_phase()
-    dl = self.dl
-    self.is_global = False
-    try: yield
-    finally:
-        self.end_phase()
-        self.phase = outer
-        if outer is not None:
-            # another loader stays in `learn.dl`, and fastai trains on it, as in one process
-            if original(self.dl) is original(dl): self.learn.dl = dl
-            outer.resume(self.is_global)

@@ -95,99 +95,77 @@ class FitCall(Call):
         with self.session.applying: apply(self.learn, meta, buffers, self.places)
         # wrong after a stop in an epoch, when nothing reads it; a fit of no epochs has no `epoch`
         self.first_epoch = getattr(self.learn, 'epoch', -1)+1
-
-# %% ../../nbs/fastai2/727_session.ipynb #b3aaa835
-@patch
-def _for_ranks(self:FitCall):
-    "Return the `call` of a snapshot, see `fit_job`"
-    session = self.session
-    learn = self.learn
-    asked = self.asked
-    sizes = session.global_batch()
-    if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
-    return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
-                wandb_run=notebook_run(all_cbs(learn, self.cbs)))
-
-# %% ../../nbs/fastai2/727_session.ipynb #d33616bf
-@patch
-def on_event(self:FitCall, rank, event):
-    if not isinstance(event, EpochEnd): return
-    for f in self.session.on_epoch: f(self, event)
-
-@patch
-def home(self:FitCall): return getattr(self.learn.dls, 'device', None)     # `TrainEvalCallback`
-
-# %% ../../nbs/fastai2/727_session.ipynb #abe5a3f6
-@patch(as_prop=True)
-def retry_text(self:FitCall): return f"Going on with epoch {self.first_epoch or 0}"
-
-@patch
-def describe_learner(self:FitCall):
-    "Return what the learner holds, as the end of a sentence that begins with 'learn'"
-    if self.stopped_in_epoch:
-        return ("holds the last finished batch; learn.distrib_resume() begins with the first "
-                f"batch of epoch {self.learn.epoch}.")
-    if not self.first_epoch: return "is unchanged."
-    return (f"holds the end of epoch {self.first_epoch-1}. learn.distrib_resume() goes on with "
-            f"epoch {self.first_epoch}.")
-
-# %% ../../nbs/fastai2/727_session.ipynb #55fddd17
-@patch
-def save(self:FitCall,
-    epoch=None # The last complete one, an `EpochEnd`; None: what the learner holds now
-):
-    "Make the resume point."
-    if self.counts_steps: return
-    self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, self.places)
-    self.has_resume_point = True
+    def _for_ranks(self):
+        "Return the `call` of a snapshot, see `fit_job`"
+        session = self.session
+        learn = self.learn
+        asked = self.asked
+        sizes = session.global_batch()
+        if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
+        return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
+                    wandb_run=notebook_run(all_cbs(learn, self.cbs)))
+    def on_event(self, rank, event):
+        if not isinstance(event, EpochEnd): return
+        for f in self.session.on_epoch: f(self, event)
+    def home(self): return getattr(self.learn.dls, 'device', None)     # `TrainEvalCallback`
+    @property
+    def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
+    def describe_learner(self):
+        "Return what the learner holds, as the end of a sentence that begins with 'learn'"
+        if self.stopped_in_epoch:
+            return ("holds the last finished batch; learn.distrib_resume() begins with the first "
+                    f"batch of epoch {self.learn.epoch}.")
+        if not self.first_epoch: return "is unchanged."
+        return (f"holds the end of epoch {self.first_epoch-1}. learn.distrib_resume() goes on with "
+                f"epoch {self.first_epoch}.")
+    def save(self,
+        epoch=None # The last complete one, an `EpochEnd`; None: what the learner holds now
+    ):
+        "Make the resume point."
+        if self.counts_steps: return
+        self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, self.places)
+        self.has_resume_point = True
+    def on_success(self, out):
+        if self.counts_steps:
+            # an `lr_find` that was interrupted leaves the learner unchanged
+            if out.interrupted or out.cut: return
+        elif out.cut: self.save(out.epoch)      # before the stop is applied
+        else:
+            self.user_call.complete(self.learn)
+            self.has_resume_point = True
+        Call.on_success(self, out)
+    def on_failure(self, e, is_last):
+        # all ranks have left the fit at the same event, as one process would
+        if is_last and e.raised: e.state,e.cut = e.raised,True
+        # else rank 0 has stopped in an epoch and sent that, but another rank didn't stop
+        if e.cut: self.save(e.epoch)
+        Call.on_failure(self, e, is_last)
+        cb = _failed_callback(self.learn, e)
+        if cb and 'distrib_resume' in e.kept:
+            e.kept += (f" You may mend the callback first: learn.remove_cb(learn.{cb.name}), and "
+                       "learn.add_cb() of the new one.")
+    @contextlib.contextmanager
+    def resumable(self):
+        """Context manager for all tries of the fit. If it fails or is stopped, make the resume
+        point unless there is one; put the old optimizer back if the learner is unchanged. A fit
+        that was refused makes none."""
+        learn = self.learn
+        old_opt = learn.opt
+        try: yield
+        except BaseException as e:
+            with Interrupts().counting():       # a second Ctrl-C can't cut this
+                has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
+                if has_run and not self.has_resume_point: self.save()
+                if not self.has_result: learn.opt = old_opt
+            raise
 
 # %% ../../nbs/fastai2/727_session.ipynb #c934ee11
-@patch
-def on_success(self:FitCall, out):
-    if self.counts_steps:
-        # an `lr_find` that was interrupted leaves the learner unchanged
-        if out.interrupted or out.cut: return
-    elif out.cut: self.save(out.epoch)      # before the stop is applied
-    else:
-        self.user_call.complete(self.learn)
-        self.has_resume_point = True
-    Call.on_success(self, out)
-
-@patch
-def on_failure(self:FitCall, e, is_last):
-    # all ranks have left the fit at the same event, as one process would
-    if is_last and e.raised: e.state,e.cut = e.raised,True
-    # else rank 0 has stopped in an epoch and sent that, but another rank didn't stop
-    if e.cut: self.save(e.epoch)
-    Call.on_failure(self, e, is_last)
-    cb = _failed_callback(self.learn, e)
-    if cb and 'distrib_resume' in e.kept:
-        e.kept += (f" You may mend the callback first: learn.remove_cb(learn.{cb.name}), and "
-                   "learn.add_cb() of the new one.")
-
 def _failed_callback(learn, e):
     "Return the callback of the user's that raised what became `e`, or None"
     text = e.failure.message if isinstance(e, RankRaised) else ''
     name = re.match('Exception occured in `(.+?)`', text)
     return next((cb for cb in learn.cbs if name and type(cb).__name__ == name[1]
                  and is_own(type(cb))), None)
-
-# %% ../../nbs/fastai2/727_session.ipynb #02b3c181
-@patch
-@contextlib.contextmanager
-def resumable(self:FitCall):
-    """Context manager for all tries of the fit. If it fails or is stopped, make the resume
-    point unless there is one; put the old optimizer back if the learner is unchanged. A fit
-    that was refused makes none."""
-    learn = self.learn
-    old_opt = learn.opt
-    try: yield
-    except BaseException as e:
-        with Interrupts().counting():       # a second Ctrl-C can't cut this
-            has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
-            if has_run and not self.has_resume_point: self.save()
-            if not self.has_result: learn.opt = old_opt
-        raise
 
 # %% ../../nbs/fastai2/727_session.ipynb #1f0a2b77
 # learner -> the `Report`s of its last block, in order
@@ -224,93 +202,72 @@ class Session(BaseSession):
         self._warn_of_streams()
         for i,dl in enumerate(self.learn.dls.loaders):
             check_dl(dl, self.n, self.options['batch'], name_of_loader(i), train=i==0)
-
-# %% ../../nbs/fastai2/727_session.ipynb #6515c548
-@patch
-def _warn_of_streams(self:Session):
-    "Warn if the batches of all workers break the streams of a model that keeps state"
-    learn = self.learn
-    batch = self.options['batch']
-    if batch == 'per_worker' and self.n > 1 and rows_are_streams(learn.dls.train, learn.model):
-        warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
-                      f"and batches of {self.n} workers hold {self.n} of the loader's, one "
-                      "below the other, so they break its streams. batch='global' keeps "
-                      "them: each worker has its rows of each batch.")
-
-@patch
-def note(self:Session):
-    validating = self.learn.dls.loaders[1:]
-    if self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in validating):
-        return ("The model keeps state from batch to batch: each worker validates all of it, "
-                "no faster.")
-
-# %% ../../nbs/fastai2/727_session.ipynb #2c15bf6e
-@patch
-def quiet(self:Session): return wants_no_lines(self.learn)
-
-@patch
-def datasets(self:Session):
-    if self.dls_factory: return ()
-    # a loader may be any iterable, such as a list of batches
-    sets = [getattr(dl, 'dataset', None) for dl in self.learn.dls.loaders]
-    items = [getattr(o, 'items', None) for o in sets]
-    return [o for o in items if hasattr(o, '__len__')]
-
-@patch
-def global_batch(self:Session):
-    if self.dls_factory: return None
-    return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
+    def _warn_of_streams(self):
+        "Warn if the batches of all workers break the streams of a model that keeps state"
+        learn = self.learn
+        batch = self.options['batch']
+        if batch == 'per_worker' and self.n > 1 and rows_are_streams(learn.dls.train, learn.model):
+            warnings.warn("fastddp: the model keeps state from batch to batch (it has a `reset`), "
+                          f"and batches of {self.n} workers hold {self.n} of the loader's, one "
+                          "below the other, so they break its streams. batch='global' keeps "
+                          "them: each worker has its rows of each batch.")
+    def note(self):
+        validating = self.learn.dls.loaders[1:]
+        if self.n > 1 and any(rows_are_streams(dl, self.learn.model) for dl in validating):
+            return ("The model keeps state from batch to batch: each worker validates all of it, "
+                    "no faster.")
+    def quiet(self): return wants_no_lines(self.learn)
+    def datasets(self):
+        if self.dls_factory: return ()
+        # a loader may be any iterable, such as a list of batches
+        sets = [getattr(dl, 'dataset', None) for dl in self.learn.dls.loaders]
+        items = [getattr(o, 'items', None) for o in sets]
+        return [o for o in items if hasattr(o, '__len__')]
+    def global_batch(self):
+        if self.dls_factory: return None
+        return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
+    def fit(self, *args, **kwargs):
+        "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
+        # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
+        with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
+            self._fit(user_call, *fit_args(self.learn, args, kwargs))
+    def _fit(self, user_call, cbs, asked):
+        learn = self.learn
+        check('cbs', cbs, _CALLBACKS)
+        n_epoch = asked.get('n_epoch')
+        if type(learn).fit is Learner.fit:
+            check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
+        # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
+        # state may unfreeze layers, so the learner is checked after it
+        if not user_call.begin_fit(): return
+        first_epoch = user_call.restore(learn, cbs)
+        if first_epoch and first_epoch == n_epoch:
+            with suppress_lines(self.quiet()):
+                print_line(f"All epochs of this fit are trained ({several(n_epoch, 'epoch')}): the "
+                           "workers only run after_fit of its callbacks.")
+        self.check()
+        resets_opt = asked.pop('reset_opt', False) and not first_epoch
+        call = FitCall(self, cbs, asked, user_call, first_epoch)
+        with call.resumable():
+            if resets_opt or not learn.opt: learn.create_opt()
+            check_ddp(self.options, learn.opt)
+            try: self.train(call)
+            finally: self.keep(call.report)
+    def keep(self, report):
+        "Keep the `Report` of a call for `learn.distrib_report`, unless the call was refused."
+        if not report.phase_ends: return        # there was not even a snapshot
+        self.reports.append(report)
+        reports[self.learn] = self.reports
+    def validate(self, ds_idx=1, dl=None):
+        "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
+        learn = self.learn
+        dl = learn.dls[ds_idx] if dl is None else dl
+        here,why = why_one_process(learn, dl, self.n)
+        if not here: return InferCall(self, dl).validate()
+        with suppress_lines(not why or self.quiet()):
+            print_line(f"Running in this process, not on workers: {why}")
+        type(learn)._do_epoch_validate(learn, dl=dl)
 
 # %% ../../nbs/fastai2/727_session.ipynb #79ad18fc
 _CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
                    lambda cbs: all(isinstance(o, Callback) for o in cbs))
-
-@patch
-def fit(self:Session, *args, **kwargs):
-    "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
-    # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
-    with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
-        self._fit(user_call, *fit_args(self.learn, args, kwargs))
-
-@patch
-def _fit(self:Session, user_call, cbs, asked):
-    learn = self.learn
-    check('cbs', cbs, _CALLBACKS)
-    n_epoch = asked.get('n_epoch')
-    if type(learn).fit is Learner.fit:
-        check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
-    # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
-    # state may unfreeze layers, so the learner is checked after it
-    if not user_call.begin_fit(): return
-    first_epoch = user_call.restore(learn, cbs)
-    if first_epoch and first_epoch == n_epoch:
-        with suppress_lines(self.quiet()):
-            print_line(f"All epochs of this fit are trained ({several(n_epoch, 'epoch')}): the "
-                       "workers only run after_fit of its callbacks.")
-    self.check()
-    resets_opt = asked.pop('reset_opt', False) and not first_epoch
-    call = FitCall(self, cbs, asked, user_call, first_epoch)
-    with call.resumable():
-        if resets_opt or not learn.opt: learn.create_opt()
-        check_ddp(self.options, learn.opt)
-        try: self.train(call)
-        finally: self.keep(call.report)
-
-@patch
-def keep(self:Session, report):
-    "Keep the `Report` of a call for `learn.distrib_report`, unless the call was refused."
-    if not report.phase_ends: return        # there was not even a snapshot
-    self.reports.append(report)
-    reports[self.learn] = self.reports
-
-# %% ../../nbs/fastai2/727_session.ipynb #6deca854
-@patch
-def validate(self:Session, ds_idx=1, dl=None):
-    "Run `Learner._do_epoch_validate` on the workers, or in this process if that is better."
-    learn = self.learn
-    dl = learn.dls[ds_idx] if dl is None else dl
-    here,why = why_one_process(learn, dl, self.n)
-    if not here: return InferCall(self, dl).validate()
-    with suppress_lines(not why or self.quiet()):
-        print_line(f"Running in this process, not on workers: {why}")
-    type(learn)._do_epoch_validate(learn, dl=dl)

@@ -17,7 +17,7 @@ from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
 from fastai.callback.schedule import LRFinder
 from fastai.callback.tracker import TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base import board, group
 from ..base.failure import end_fork
@@ -150,124 +150,95 @@ class Together(OurCallback):
         self.fit_depth = 0
         self.in_validation = False  # True in the batches of a validation
         self.in_training = False    # True from an epoch's beginning to the end of its training
-
-# %% ../../nbs/fastai2/705_together.ipynb #54f2cf54
-@patch
-def before_fit(self:Together): self.fit_depth += 1
-@patch
-def before_epoch(self:Together):
-    if self.fit_depth == 1: self.in_training = True
-@patch
-def before_batch(self:Together):
-    # several ranks stop at the next vote; one rank has none, and validation batches neither
-    if (self.board.n == 1 or self.in_validation) and self.stop_requested(): raise KeyboardInterrupt
-@patch
-def _end_training(self:Together):
-    if self.fit_depth == 1: self.in_training = False
-@patch
-def after_train(self:Together): self._end_training()
-# an epoch or a fit that is left in training has no `after_train`
-@patch
-def after_cancel_epoch(self:Together): self._end_training()
-@patch
-def after_cancel_fit(self:Together): self._end_training()
-@patch
-def after_fit(self:Together): self.fit_depth -= 1
+    def before_fit(self): self.fit_depth += 1
+    def before_epoch(self):
+        if self.fit_depth == 1: self.in_training = True
+    def before_batch(self):
+        # several ranks stop at the next vote; one rank has none, and validation batches neither
+        has_no_vote = self.board.n == 1 or self.in_validation
+        if has_no_vote and self.stop_requested(): raise KeyboardInterrupt
+    def _end_training(self):
+        if self.fit_depth == 1: self.in_training = False
+    def after_train(self): self._end_training()
+    # an epoch or a fit that is left in training has no `after_train`
+    def after_cancel_epoch(self): self._end_training()
+    def after_cancel_fit(self): self._end_training()
+    def after_fit(self): self.fit_depth -= 1
+    def _exchange(self, place, wish, numbers): # `Votes`
+        "Meet the other ranks, and return what all of them sent; raises nothing. A collective"
+        learn = self.learn
+        # outside of a fit the learner may have no epoch; in a validation ranks have other batches
+        epoch = getattr(learn, 'epoch', None) or 0
+        batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
+        row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
+                  self.stop_requested(), *self.clock.begin_meeting(), **numbers)
+        votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
+        self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
+        self.voting = 0
+        for bits in votes.values('events'): self.voting |= int(bits)
+        return votes
+    def vote(self,
+        place, # One of `_PLACES`
+        wish=None, # An exception of `LEAVING` that this rank has caught
+        **numbers # By `FIELDS`; 0 for the others
+    ): # `Votes`
+        """Meet the other ranks at `place`. Raises the strongest wish of any rank, on all of them;
+        KeyboardInterrupt if a rank was asked to stop; RuntimeError if they aren't all there"""
+        votes = self._exchange(place, strength(wish), numbers)
+        strongest = int(max(votes.values('wish')))
+        if votes.sum('stop') or strongest == _INTERRUPT:
+            self.has_stopped = True
+            raise KeyboardInterrupt
+        if text := votes.different(): raise RuntimeError(text)
+        if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
+        return votes
+    def votes_at(self, event_name):
+        "Return True if the ranks vote at the end of this event. The same on all ranks"
+        if self.is_alone or self.in_validation or self.board.n == 1: return False
+        return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
+    def run_batches(self,
+        loop # Called without arguments; runs the batches of a phase
+    ):
+        "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
+        if self.is_alone: return loop()
+        wish = None
+        with self._phase(is_validation=not self.learn.training):
+            try: loop()
+            except LEAVING as e: wish = e
+        if self.has_stopped: raise KeyboardInterrupt
+        self.vote('end_loop', wish)
+    @contextmanager
+    def _phase(self, is_validation):
+        "Context manager of the batches of a phase"
+        before = self.in_validation
+        self.in_validation = is_validation
+        try: yield
+        finally: self.in_validation = before
+    def agree_on_order(self,
+        batches # Lists of indices, as this rank has drawn them
+    ):
+        """Return the batches of rank 0, on every rank. They differ where an order is drawn from a
+        generator that isn't one of the global streams, or from the time"""
+        if self.is_alone: return batches
+        checksum = zlib.crc32(repr(batches).encode())
+        if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
+        if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
+        self.order_differed = True
+        return group.from_rank0(batches)
+    def leave(self):
+        "Have the other ranks end the call at their next vote, since this rank has ended it"
+        if not self.has_stopped: self._exchange('leave', _INTERRUPT, {})
+    def meet_last(self, **numbers): # `Votes`
+        "Hold the last meeting of a fit. It raises nothing"
+        return self._exchange('end', 0, numbers)
 
 # %% ../../nbs/fastai2/705_together.ipynb #73f29583
 # Places of a training batch
 _BATCH_PLACES = {*BATCH_EVENTS, 'begin_pass','end_pass','share_loss','gather'}
 
-@patch
-def _exchange(self:Together, place, wish, numbers): # `Votes`
-    "Meet the other ranks, and return what all of them sent; raises nothing. A collective"
-    learn = self.learn
-    # outside of a fit the learner may have no epoch; in a validation ranks have other batches
-    epoch = getattr(learn, 'epoch', None) or 0
-    batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
-    row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
-              self.stop_requested(), *self.clock.begin_meeting(), **numbers)
-    votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
-    self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
-    self.voting = 0
-    for bits in votes.values('events'): self.voting |= int(bits)
-    return votes
-
-# %% ../../nbs/fastai2/705_together.ipynb #b2846be1
-@patch
-def vote(self:Together,
-    place, # One of `_PLACES`
-    wish=None, # An exception of `LEAVING` that this rank has caught
-    **numbers # By `FIELDS`; 0 for the others
-): # `Votes`
-    """Meet the other ranks at `place`. Raises the strongest wish of any rank, on all of them;
-    KeyboardInterrupt if a rank was asked to stop; RuntimeError if they aren't all there"""
-    votes = self._exchange(place, strength(wish), numbers)
-    strongest = int(max(votes.values('wish')))
-    if votes.sum('stop') or strongest == _INTERRUPT:
-        self.has_stopped = True
-        raise KeyboardInterrupt
-    if text := votes.different(): raise RuntimeError(text)
-    if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
-    return votes
-
-# %% ../../nbs/fastai2/705_together.ipynb #bf5f6a37
-@patch
-def votes_at(self:Together, event_name):
-    "Return True if the ranks vote at the end of this event. The same on all ranks"
-    if self.is_alone or self.in_validation or self.board.n == 1: return False
-    return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
-
-# %% ../../nbs/fastai2/705_together.ipynb #2407e6aa
-@patch
-def run_batches(self:Together,
-    loop # Called without arguments; runs the batches of a phase
-):
-    "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
-    if self.is_alone: return loop()
-    wish = None
-    with self._phase(is_validation=not self.learn.training):
-        try: loop()
-        except LEAVING as e: wish = e
-    if self.has_stopped: raise KeyboardInterrupt
-    self.vote('end_loop', wish)
-
-@patch
-@contextmanager
-def _phase(self:Together, is_validation):
-    "Context manager of the batches of a phase"
-    before = self.in_validation
-    self.in_validation = is_validation
-    try: yield
-    finally: self.in_validation = before
-
 # %% ../../nbs/fastai2/705_together.ipynb #f403363b
 _OTHER_ORDER = ("A loader draws its order from a generator of its own, differently on each worker: "
                 "all take worker 0's order.")
-
-@patch
-def agree_on_order(self:Together,
-    batches # Lists of indices, as this rank has drawn them
-):
-    """Return the batches of rank 0, on every rank. They differ where an order is drawn from a
-    generator that isn't one of the global streams, or from the time"""
-    if self.is_alone: return batches
-    checksum = zlib.crc32(repr(batches).encode())
-    if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
-    if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
-    self.order_differed = True
-    return group.from_rank0(batches)
-
-# %% ../../nbs/fastai2/705_together.ipynb #bc455566
-@patch
-def leave(self:Together):
-    "Have the other ranks end the call at their next vote, since this rank has ended it"
-    if not self.has_stopped: self._exchange('leave', _INTERRUPT, {})
-
-@patch
-def meet_last(self:Together, **numbers): # `Votes`
-    "Hold the last meeting of a fit. It raises nothing"
-    return self._exchange('end', 0, numbers)
 
 # %% ../../nbs/fastai2/705_together.ipynb #cf9ee1a7
 class EventDispatcher:
@@ -286,27 +257,61 @@ class EventDispatcher:
         self.outer = sys.exc_info()[1]      # the fit may run where an exception is handled
         self.handlers = {}      # event -> `[(function of the event's name, kind of its time)]`
         self.cbs = []           # the learner's callbacks to which `handlers` belongs
-
-# %% ../../nbs/fastai2/705_together.ipynb #7f85f7d5
-@patch
-def _handlers_of(self:EventDispatcher, event_name):
-    "Return the handlers of an event, in the order of the callbacks"
-    cbs = self.learn.cbs.items
-    if event_name not in BATCH_EVENTS or self.cbs != cbs: self._forget()
-    if event_name not in self.handlers:
-        if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
-        found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
-        self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
-    return self.handlers[event_name]
-
-@patch
-def _forget(self:EventDispatcher):
-    "Begin new lists of handlers"
-    self.cbs = [*self.learn.cbs]
-    self.handlers = {}
-    if self.together.board.n == 1: return
-    self.together.own_events = bits_of(
-        [o for o in BATCH_EVENTS if any(may_leave(cb, o) for cb in self.cbs)])
+    def _handlers_of(self, event_name):
+        "Return the handlers of an event, in the order of the callbacks"
+        cbs = self.learn.cbs.items
+        if event_name not in BATCH_EVENTS or self.cbs != cbs: self._forget()
+        if event_name not in self.handlers:
+            if not hasattr(event, event_name): raise Exception(f'missing {event_name}')
+            found = [cb for cb in self.learn.cbs.sorted('order') if handles(cb, event_name)]
+            self.handlers[event_name] = [(self.wrap(cb), kind_of(cb)) for cb in found]
+        return self.handlers[event_name]
+    def _forget(self):
+        "Begin new lists of handlers"
+        self.cbs = [*self.learn.cbs]
+        self.handlers = {}
+        if self.together.board.n == 1: return
+        self.together.own_events = bits_of(
+            [o for o in BATCH_EVENTS if any(may_leave(cb, o) for cb in self.cbs)])
+    def _call_all(self, event_name, is_outermost):
+        try:
+            for call,kind in self._handlers_of(event_name):
+                call(event_name)
+                if is_outermost: self.together.clock.lap(kind)
+        except BaseException as e:
+            # A process that a callback has forked ends here: if the exception went on, it would
+            # end the loader's processes, which the rank needs
+            if os.getpid() != self.rank_pid: end_fork(e)
+            exc = self.together.raised = _raised_by_callback(e)
+            if isinstance(exc, StopIteration):
+                raise RuntimeError(_STOPPED.format(event_name)) from exc
+            if exc is not e: raise exc from None
+            raise
+    def __call__(self, event_name):
+        together = self.together
+        is_outermost = together.clock.enter(event_name, self.learn)
+        around = self.around if is_outermost else None
+        try:
+            if around: around.enter_event()
+            votes = together.votes_at(event_name) and not self._is_failing()
+            wish = None
+            try: self._call_all(event_name, is_outermost)
+            except LEAVING as e:
+                if not votes: raise
+                wish = e
+            if votes:
+                # a callback that was added at this event votes from now on
+                if self.cbs != self.learn.cbs.items: self._forget()
+                together.vote(event_name, wish)
+            if event_name in self.after_vote and not together.is_alone:
+                self.after_vote[event_name]()
+            if around: around.leave_event(event_name)
+        finally: together.clock.leave(event_name)
+    def _is_failing(self):
+        """Return True while an exception is handled that ends this rank's job: the other ranks
+        don't come to the events of a context that fastai closes meanwhile"""
+        e = sys.exc_info()[1]
+        return isinstance(e, Exception) and e is not self.outer and not isinstance(e, LEAVING)
 
 # %% ../../nbs/fastai2/705_together.ipynb #6ff369c7
 def _raised_by_callback(e):
@@ -323,49 +328,3 @@ def _raised_by_callback(e):
 _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
             "it, this would end the event for the callbacks behind it silently, and the "
             "ranks would diverge.")
-
-@patch
-def _call_all(self:EventDispatcher, event_name, is_outermost):
-    try:
-        for call,kind in self._handlers_of(event_name):
-            call(event_name)
-            if is_outermost: self.together.clock.lap(kind)
-    except BaseException as e:
-        # A process that a callback has forked ends here: if the exception went on, it would
-        # end the loader's processes, which the rank needs
-        if os.getpid() != self.rank_pid: end_fork(e)
-        exc = self.together.raised = _raised_by_callback(e)
-        if isinstance(exc, StopIteration):
-            raise RuntimeError(_STOPPED.format(event_name)) from exc
-        if exc is not e: raise exc from None
-        raise
-
-# %% ../../nbs/fastai2/705_together.ipynb #ee3787aa
-@patch
-def __call__(self:EventDispatcher, event_name):
-    together = self.together
-    is_outermost = together.clock.enter(event_name, self.learn)
-    around = self.around if is_outermost else None
-    try:
-        if around: around.enter_event()
-        votes = together.votes_at(event_name) and not self._is_failing()
-        wish = None
-        try: self._call_all(event_name, is_outermost)
-        except LEAVING as e:
-            if not votes: raise
-            wish = e
-        if votes:
-            # a callback that was added at this event votes from now on
-            if self.cbs != self.learn.cbs.items: self._forget()
-            together.vote(event_name, wish)
-        if event_name in self.after_vote and not together.is_alone:
-            self.after_vote[event_name]()
-        if around: around.leave_event(event_name)
-    finally: together.clock.leave(event_name)
-
-@patch
-def _is_failing(self:EventDispatcher):
-    """Return True while an exception is handled that ends this rank's job: the other ranks
-    don't come to the events of a context that fastai closes meanwhile"""
-    e = sys.exc_info()[1]
-    return isinstance(e, Exception) and e is not self.outer and not isinstance(e, LEAVING)

@@ -12,7 +12,7 @@ from multiprocessing import connection
 from time import monotonic
 
 import torch
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.device import device_restored, is_started, visible_cores
@@ -112,99 +112,80 @@ class WatchedCall(Monitor):
             error = first
         try: raise error
         finally: del first, error, self._failed_with    # which refer to this frame
-
-# %% ../../nbs/launch/513_caller.ipynb #547654bf
-@patch
-def _call(self:WatchedCall):
-    "Call the function; return its result and its exception, of which one is None"
-    result = error = None
-    try:
-        with self.engine.around:
-            try:
-                self._is_running = True
-                if self.interrupts.count: raise KeyboardInterrupt
-                try: result = self.engine.fn()
-                finally: self._is_running = False
-            except BaseException as e:
-                self._is_running = False    # Ctrl-C may come before `finally` says so
-                error = e
-    except BaseException as e: error = error or e       # of `around` itself
-    self._ended_at = monotonic()
-    self._end = ('failed', failure_of(error, self.rank)) if error else ('done',)
-    os.write(self._wake, b'\0')
-    try: return result, error
-    finally: del error      # which refers to this frame
-
-@patch
-def _on_signal(self:WatchedCall, *_):
-    "The handler of SIGINT: raise it in the function, else count it"
-    if not self._is_running: return self.interrupts()
-    self._n_raised += 1
-    raise KeyboardInterrupt
-
-@patch
-@contextmanager
-def _hearing_signals(self:WatchedCall):
-    "Context manager in which `_read_pipe` reads the signals of this process"
-    self._pipe,self._wake = os.pipe()
-    for fd in (self._pipe, self._wake): os.set_blocking(fd, False)
-    self._other_fd = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
-    try:
-        with on_ctrl_c(self._on_signal): yield
-    finally:
-        signal.set_wakeup_fd(self._other_fd)
+    def _call(self):
+        "Call the function; return its result and its exception, of which one is None"
+        result = error = None
+        try:
+            with self.engine.around:
+                try:
+                    self._is_running = True
+                    if self.interrupts.count: raise KeyboardInterrupt
+                    try: result = self.engine.fn()
+                    finally: self._is_running = False
+                except BaseException as e:
+                    self._is_running = False    # Ctrl-C may come before `finally` says so
+                    error = e
+        except BaseException as e: error = error or e       # of `around` itself
+        self._ended_at = monotonic()
+        self._end = ('failed', failure_of(error, self.rank)) if error else ('done',)
+        os.write(self._wake, b'\0')
+        try: return result, error
+        finally: del error      # which refers to this frame
+    def _on_signal(self, *_):
+        "The handler of SIGINT: raise it in the function, else count it"
+        if not self._is_running: return self.interrupts()
+        self._n_raised += 1
+        raise KeyboardInterrupt
+    @contextmanager
+    def _hearing_signals(self):
+        "Context manager in which `_read_pipe` reads the signals of this process"
+        self._pipe,self._wake = os.pipe()
+        for fd in (self._pipe, self._wake): os.set_blocking(fd, False)
+        self._other_fd = signal.set_wakeup_fd(self._wake, warn_on_full_buffer=False)
+        try:
+            with on_ctrl_c(self._on_signal): yield
+        finally:
+            signal.set_wakeup_fd(self._other_fd)
+            self._read_pipe()
+            for fd in (self._pipe, self._wake): os.close(fd)
+    def _watch_workers(self):
+        "Wait for all ranks; after a failure end the workers, and the function's wait for them"
+        try: self._outcome = super(WatchedCall, self).wait()
+        except BaseException as e:
+            self._failed_with = e
+            # after Ctrl-C it was raised already
+            if self._is_running and not isinstance(e, KeyboardInterrupt):
+                signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+            self.workers.stop(0)
+            group.abort()
+    def _news(self):
+        "As `Monitor._news`, with Ctrl-C and the end of this rank"
+        connection.wait([*self.workers.waitables(), self._pipe], .05)
         self._read_pipe()
-        for fd in (self._pipe, self._wake): os.close(fd)
-
-# %% ../../nbs/launch/513_caller.ipynb #6df31109
-@patch
-def _watch_workers(self:WatchedCall):
-    "Wait for all ranks; after a failure end the workers, and the function's wait for them"
-    try: self._outcome = super(WatchedCall, self).wait()
-    except BaseException as e:
-        self._failed_with = e
-        # after Ctrl-C it was raised already
-        if self._is_running and not isinstance(e, KeyboardInterrupt):
-            signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
-        self.workers.stop(0)
-        group.abort()
-
-@patch
-def _news(self:WatchedCall):
-    "As `Monitor._news`, with Ctrl-C and the end of this rank"
-    connection.wait([*self.workers.waitables(), self._pipe], .05)
-    self._read_pipe()
-    news = self.workers.poll(0)
-    if self._end: news.append((self.rank, *self._end))
-    if self._ended_at and monotonic()-self._ended_at > _PATIENCE:
-        self._ended_at = None
-        others = ', '.join(str(r) for r in self.running_ranks if r != self.rank)
-        print_line(f"Rank {self.rank}, in this process, has ended. It waits for rank {others}.")
-    return news
-
-@patch
-def _read_pipe(self:WatchedCall):
-    "Count the SIGINTs that have come, and pass signals on to the descriptor set before"
-    with suppress(BlockingIOError):
-        signals = os.read(self._pipe, 4096).replace(b'\0', b'')
-        self._n_signals += signals.count(signal.SIGINT)
-        # those that come outside of the function are counted by the handler, too
-        self.interrupts.count = max(self.interrupts.count, self._n_signals)
-        if self._other_fd != -1: os.write(self._other_fd, signals)
-
-# %% ../../nbs/launch/513_caller.ipynb #bb674bb5
-@patch
-def _beat(self:WatchedCall, r):
-    if r != self.rank: return super(WatchedCall, self)._beat(r)
-    return Heartbeat(where=self.engine.where)
-
-@patch
-def _stack(self:WatchedCall, r, start):
-    if r != self.rank: return super(WatchedCall, self)._stack(r, start)
-    frame = sys._current_frames()[threading.main_thread().ident]
-    lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}'
-             for f in reversed(traceback.extract_stack(frame))]
-    return '\n'.join(['This process:', *lines])
+        news = self.workers.poll(0)
+        if self._end: news.append((self.rank, *self._end))
+        if self._ended_at and monotonic()-self._ended_at > _PATIENCE:
+            self._ended_at = None
+            others = ', '.join(str(r) for r in self.running_ranks if r != self.rank)
+            print_line(f"Rank {self.rank}, in this process, has ended. It waits for rank {others}.")
+        return news
+    def _read_pipe(self):
+        "Count the SIGINTs that have come, and pass signals on to the descriptor set before"
+        with suppress(BlockingIOError):
+            signals = os.read(self._pipe, 4096).replace(b'\0', b'')
+            self._n_signals += signals.count(signal.SIGINT)
+            # those that come outside of the function are counted by the handler, too
+            self.interrupts.count = max(self.interrupts.count, self._n_signals)
+            if self._other_fd != -1: os.write(self._other_fd, signals)
+    def _beat(self, r):
+        if r != self.rank: return super(WatchedCall, self)._beat(r)
+        return Heartbeat(where=self.engine.where)
+    def _stack(self, r, start):
+        if r != self.rank: return super(WatchedCall, self)._stack(r, start)
+        frame = sys._current_frames()[threading.main_thread().ident]
+        lines = [f'  File "{f.filename}", line {f.lineno} in {f.name}'
+                 for f in reversed(traceback.extract_stack(frame))]
+        return '\n'.join(['This process:', *lines])
 
 # %% ../../nbs/launch/513_caller.ipynb #dc754f64
 class CallerIsRank(Local):

@@ -9,7 +9,7 @@ __all__ = []
 import os, re, time
 
 import torch
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
@@ -124,120 +124,95 @@ class Local(WorkerLauncher):
     ):
         super().__init__(backend, threads, see, interrupt_grace, timeout, live, see_load, idle)
         self.gpus = gpus
-
-# %% ../../nbs/launch/506_local.ipynb #c1c569e2
-@patch
-def _gpus(self:Local, nprocs):
-    """Return the GPU of each rank as a list, which is empty for the CPU. Callers of `run` see
-    to it that there are `nprocs` of them, as `workers_for` of `launch.options` does"""
-    if self.gpus is not None: return list(self.gpus)
-    return list(range(nprocs)) if group.n_gpus() else []
-
-@patch
-def worker_ranks(self:Local, nprocs):
-    "Return the ranks that get a worker, in order"
-    return [*range(nprocs)]
-
-@patch
-def _specs(self:Local, nprocs, work):
-    "Return the `RankSpec` of each rank that has a worker here"
-    gpus = self._gpus(nprocs) or [None]*nprocs
-    backend = self.backend
-    if backend is None:
-        backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
-    threads = self.threads or max(1, visible_cores()//nprocs)
-    settings = self.settings()
-    return [RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
-                     store=self._rendezvous, display=self.display_of(r), work=work,
-                     settings=settings) for r in self.workers.ranks]
-
-# %% ../../nbs/launch/506_local.ipynb #22151e21
-@patch
-def prepare(self:Local, nprocs):
-    "As `Launcher.prepare`"
-    with self._exclusive() as interrupts:
-        self._ensure_workers(nprocs, interrupts)
-        self._start_timer()
-    if interrupts.count: raise KeyboardInterrupt
-
-@patch
-def submit(self:Local, job, nprocs, interrupts, mark):
-    "As `WorkerLauncher.submit`"
-    self._ensure_workers(nprocs, interrupts, mark)
-    new_group = self._rendezvous is None
-    if new_group:
-        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
-    specs = self._specs(nprocs, job.work)
-    env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
-    # They form their group while the payload is written. Spawned workers, which may still be
-    # importing torch, do so when the job comes
-    if new_group and self.workers.method == 'forkserver':
-        self.workers.submit_early(join_early, specs, **env)
-    packed = self._write_payload(job)
-    self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
-
-@patch
-def _ensure_workers(self:Local, nprocs, interrupts, mark=noop):
-    "Keep the workers of the last job if they fit, else start new ones"
-    ranks = self.worker_ranks(nprocs)
-    if self.workers and not self.workers.can_run(ranks):
-        self.workers.stop()
-        self.workers = self._rendezvous = None
-    if self.workers is None:
-        on_gpu = bool(self._gpus(nprocs))
-        self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
-
-@patch
-def close(self:Local,
-    grace=2. # Seconds that processes have to end by themselves
-):
-    "As `WorkerLauncher.close`; if there were workers, the helper gets ready for the next ones"
-    with delay_interrupts():
-        had_workers = self.workers is not None
-        super(Local, self).close(grace)
-        if had_workers: warm_next()
-
-# %% ../../nbs/launch/506_local.ipynb #45093b0b
-@patch
-def before_job(self:Local, nprocs, interrupts):
-    "Look once whether these GPUs can exchange data"
-    if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
-
-@patch
-def needs_p2p_check(self:Local, nprocs):
-    "True for several GPUs that have not exchanged anything yet"
-    gpus = self._gpus(nprocs)
-    if len(gpus) < 2 or self.backend in ('','gloo'): return False     # gloo: over the CPU
-    if 'NCCL_P2P_DISABLE' in os.environ: return False
-    return tuple(gpus) not in _p2p_checked
-
-@patch
-def check_p2p(self:Local, nprocs, interrupts):
-    """Have the workers exchange a megabyte. If the GPUs can do it only without P2P, workers go
-    on without, and one line says so; raises failures of another kind"""
-    why = self._why_no_exchange(nprocs, interrupts)
-    if why:
-        _extra_env['NCCL_P2P_DISABLE'] = '1'
-        # else P2P isn't the reason, and the fit says what is
-        if self._why_no_exchange(nprocs, interrupts): del _extra_env['NCCL_P2P_DISABLE']
-        else: print_line(f"The GPUs can't exchange data directly ({why}): workers use "
-                         "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
-    _p2p_checked.add(tuple(self._gpus(nprocs)))
-
-@patch
-def _why_no_exchange(self:Local, nprocs, interrupts):
-    "Return why an exchange of the workers has failed, in words, or None"
-    starting = {*range(nprocs)}
-    def on_event(rank, _):
-        starting.discard(rank)
-        # the workers' GPUs have started: from now on
-        if not starting: self.timeout = _P2P_TIMEOUT
-    with with_attrs(self, timeout=_GPU_START_TIMEOUT):
-        try: out = self._run_once(Job.of(exchanges_right, 2**17), nprocs, on_event, interrupts)
-        except GroupTimeout: return "no answer"
-        except RankRaised as e:
-            if _P2P_ERROR.search(e.failure.message): return "an error of NCCL"
-            raise
-    if all(out.results): return None
-    self.close(0)
-    return "wrong sums"
+    def _gpus(self, nprocs):
+        """Return the GPU of each rank as a list, which is empty for the CPU. Callers of `run` see
+        to it that there are `nprocs` of them, as `workers_for` of `launch.options` does"""
+        if self.gpus is not None: return list(self.gpus)
+        return list(range(nprocs)) if group.n_gpus() else []
+    def worker_ranks(self, nprocs):
+        "Return the ranks that get a worker, in order"
+        return [*range(nprocs)]
+    def _specs(self, nprocs, work):
+        "Return the `RankSpec` of each rank that has a worker here"
+        gpus = self._gpus(nprocs) or [None]*nprocs
+        backend = self.backend
+        if backend is None:
+            backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
+        threads = self.threads or max(1, visible_cores()//nprocs)
+        settings = self.settings()
+        return [RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
+                         store=self._rendezvous, display=self.display_of(r), work=work,
+                         settings=settings) for r in self.workers.ranks]
+    def prepare(self, nprocs):
+        "As `Launcher.prepare`"
+        with self._exclusive() as interrupts:
+            self._ensure_workers(nprocs, interrupts)
+            self._start_timer()
+        if interrupts.count: raise KeyboardInterrupt
+    def submit(self, job, nprocs, interrupts, mark):
+        "As `WorkerLauncher.submit`"
+        self._ensure_workers(nprocs, interrupts, mark)
+        new_group = self._rendezvous is None
+        if new_group:
+            self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
+        specs = self._specs(nprocs, job.work)
+        env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+        # They form their group while the payload is written. Spawned workers, which may still be
+        # importing torch, do so when the job comes
+        if new_group and self.workers.method == 'forkserver':
+            self.workers.submit_early(join_early, specs, **env)
+        packed = self._write_payload(job)
+        self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
+    def _ensure_workers(self, nprocs, interrupts, mark=noop):
+        "Keep the workers of the last job if they fit, else start new ones"
+        ranks = self.worker_ranks(nprocs)
+        if self.workers and not self.workers.can_run(ranks):
+            self.workers.stop()
+            self.workers = self._rendezvous = None
+        if self.workers is None:
+            on_gpu = bool(self._gpus(nprocs))
+            self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
+    def close(self,
+        grace=2. # Seconds that processes have to end by themselves
+    ):
+        "As `WorkerLauncher.close`; if there were workers, the helper gets ready for the next ones"
+        with delay_interrupts():
+            had_workers = self.workers is not None
+            super(Local, self).close(grace)
+            if had_workers: warm_next()
+    def before_job(self, nprocs, interrupts):
+        "Look once whether these GPUs can exchange data"
+        if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
+    def needs_p2p_check(self, nprocs):
+        "True for several GPUs that have not exchanged anything yet"
+        gpus = self._gpus(nprocs)
+        if len(gpus) < 2 or self.backend in ('','gloo'): return False     # gloo: over the CPU
+        if 'NCCL_P2P_DISABLE' in os.environ: return False
+        return tuple(gpus) not in _p2p_checked
+    def check_p2p(self, nprocs, interrupts):
+        """Have the workers exchange a megabyte. If the GPUs can do it only without P2P, workers go
+        on without, and one line says so; raises failures of another kind"""
+        why = self._why_no_exchange(nprocs, interrupts)
+        if why:
+            _extra_env['NCCL_P2P_DISABLE'] = '1'
+            # else P2P isn't the reason, and the fit says what is
+            if self._why_no_exchange(nprocs, interrupts): del _extra_env['NCCL_P2P_DISABLE']
+            else: print_line(f"The GPUs can't exchange data directly ({why}): workers use "
+                             "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
+        _p2p_checked.add(tuple(self._gpus(nprocs)))
+    def _why_no_exchange(self, nprocs, interrupts):
+        "Return why an exchange of the workers has failed, in words, or None"
+        starting = {*range(nprocs)}
+        def on_event(rank, _):
+            starting.discard(rank)
+            # the workers' GPUs have started: from now on
+            if not starting: self.timeout = _P2P_TIMEOUT
+        with with_attrs(self, timeout=_GPU_START_TIMEOUT):
+            try: out = self._run_once(Job.of(exchanges_right, 2**17), nprocs, on_event, interrupts)
+            except GroupTimeout: return "no answer"
+            except RankRaised as e:
+                if _P2P_ERROR.search(e.failure.message): return "an error of NCCL"
+                raise
+        if all(out.results): return None
+        self.close(0)
+        return "wrong sums"

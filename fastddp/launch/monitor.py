@@ -10,7 +10,7 @@ import os, re, signal
 from time import monotonic
 from typing import NamedTuple
 
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
@@ -103,126 +103,208 @@ class Monitor:
         self.has_told = False           # True once a line has told of one
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
-
-# %% ../../nbs/launch/503_monitor.ipynb #98a25fa1
-@patch(as_prop=True)
-def running_ranks(self:Monitor):
-    "The ranks that have not ended"
-    ended = {r for of_ranks in self.ends.values() for r in of_ranks}
-    return [r for r in self.ranks if r not in ended]
-
-@patch(as_prop=True)
-def _latest(self:Monitor):
-    "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
-    return {kind:(packed.meta, block.read(packed))
-            for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
-
-@patch
-def _beats(self:Monitor):
-    "Return the last `Heartbeat` of each rank that is still at work"
-    return {r:self._beat(r) for r in self.running_ranks}
-
-@patch
-def _beat(self:Monitor, r): return self.workers.beat(r)
-
-@patch
-def _stack(self:Monitor, r, start):
-    "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
-    return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
-
-@patch
-def _failures(self:Monitor):
-    """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
-    KeyboardInterrupt: that is an answer, and no failure"""
-    is_asked = self.stop_asked_at is not None
-    return [f for f in self.ends['failed'].values()
-            if not (is_asked and f.kind == 'KeyboardInterrupt')]
-
-@patch
-def _failed_alike(self:Monitor):
-    "Return True if all ranks have raised the same exception at the same place"
-    failures = self._failures()
-    alike = {(f.kind, f.where) for f in failures}
-    return len(failures) == len(self.workers.ranks) and len(alike) == 1
-
-@patch
-def _log_size(self:Monitor, r):
-    "Return how many bytes the log of rank `r` has"
-    path = self.workers.log_path(r)
-    return os.path.getsize(path) if os.path.exists(path) else 0
-
-@patch
-def _log(self:Monitor, r, n=3000):
-    "Return the last `n` bytes of what rank `r` wrote to its log during this job"
-    return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
-
-# %% ../../nbs/launch/503_monitor.ipynb #d420991b
-@patch
-def _watch(self:Monitor):
-    "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
-    try:
-        while self.running_ranks and not (self.ends['died'] or self._failures()):
-            limit = self.engine.timeout     # which may be changed while the job runs
-            last_beat = max([self.began, *(b.at for b in self._beats().values())])
-            if limit and monotonic()-last_beat > limit: raise self.hang()
-            if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
-            self._turn()
-        if self.ends['failed'] or self.ends['died']: raise self._failure()
-    finally:
-        self.replay.close()
-        if self.load_line: self.load_line.close()
-
-@patch
-def _turn(self:Monitor):
-    "Wait a moment for news, show what there is, and act on the stop button"
-    for news in self._news(): self._handle(*news)
-    self.replay.flush()
-    if self.load_line: self.load_line.refresh()
-    if self.interrupts.count: self._interrupted()
-
-@patch
-def _news(self:Monitor):
-    "Wait a moment for reports, and return them, as `Workers.poll` does"
-    return self.workers.poll(.05)
-
-@patch
-def _handle(self:Monitor, rank, what, said=None, *_):
-    "Act on one report of `Workers.poll`"
-    if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
-    # the first end counts: a rank that failed may die then
-    if what in self.ends and rank in self.running_ranks: self.ends[what][rank] = said
-    if what != 'event': return
-    kind,event = said
-    if kind == 'show': self.replay.add(rank, event)
-    elif kind == 'phase_ends': self.phase_ends += event
-    elif kind == 'imports':
-        # all ranks import the same
-        if not self.imports: note_imports(event)
-        self.imports = self.imports or event
-    else: self.on_event(rank, event)
-
-# %% ../../nbs/launch/503_monitor.ipynb #d94cedc3
-@patch
-def _interrupted(self:Monitor):
-    """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second
-    interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
-    take as long as it needs"""
-    beats = self._beats().values()
-    self._ask_to_stop()
-    longest_step = max((b.longest for b in beats), default=0.)
-    waited = monotonic()-self.stop_asked_at
-    is_late = waited > self.engine.interrupt_grace+longest_step
-    is_stuck = is_late and not any(b.leaving for b in beats)
-    if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
-
-@patch
-def _ask_to_stop(self:Monitor):
-    """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
-    interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
-    """
-    if self.stop_asked_at is not None: return
-    self.stop_asked_at = monotonic()
-    self.workers.ask_stop()
+    @property
+    def running_ranks(self):
+        "The ranks that have not ended"
+        ended = {r for of_ranks in self.ends.values() for r in of_ranks}
+        return [r for r in self.ranks if r not in ended]
+    @property
+    def _latest(self):
+        "What rank 0 put last, of each kind: 'state', 'cut' or 'epoch' -> `(meta, buffers)`"
+        return {kind:(packed.meta, block.read(packed))
+                for (rank,kind),(block,packed) in self.workers.latest.items() if rank == 0}
+    def _beats(self):
+        "Return the last `Heartbeat` of each rank that is still at work"
+        return {r:self._beat(r) for r in self.running_ranks}
+    def _beat(self, r): return self.workers.beat(r)
+    def _stack(self, r, start):
+        "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
+        return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
+    def _failures(self):
+        """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
+        KeyboardInterrupt: that is an answer, and no failure"""
+        is_asked = self.stop_asked_at is not None
+        return [f for f in self.ends['failed'].values()
+                if not (is_asked and f.kind == 'KeyboardInterrupt')]
+    def _failed_alike(self):
+        "Return True if all ranks have raised the same exception at the same place"
+        failures = self._failures()
+        alike = {(f.kind, f.where) for f in failures}
+        return len(failures) == len(self.workers.ranks) and len(alike) == 1
+    def _log_size(self, r):
+        "Return how many bytes the log of rank `r` has"
+        path = self.workers.log_path(r)
+        return os.path.getsize(path) if os.path.exists(path) else 0
+    def _log(self, r, n=3000):
+        "Return the last `n` bytes of what rank `r` wrote to its log during this job"
+        return tail(self.workers.log_path(r), n, self.log_starts.get(r, 0))
+    def _watch(self):
+        "Handle reports until all ranks have ended, or one has failed or died; raise that failure"
+        try:
+            while self.running_ranks and not (self.ends['died'] or self._failures()):
+                limit = self.engine.timeout     # which may be changed while the job runs
+                last_beat = max([self.began, *(b.at for b in self._beats().values())])
+                if limit and monotonic()-last_beat > limit: raise self.hang()
+                if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
+                self._turn()
+            if self.ends['failed'] or self.ends['died']: raise self._failure()
+        finally:
+            self.replay.close()
+            if self.load_line: self.load_line.close()
+    def _turn(self):
+        "Wait a moment for news, show what there is, and act on the stop button"
+        for news in self._news(): self._handle(*news)
+        self.replay.flush()
+        if self.load_line: self.load_line.refresh()
+        if self.interrupts.count: self._interrupted()
+    def _news(self):
+        "Wait a moment for reports, and return them, as `Workers.poll` does"
+        return self.workers.poll(.05)
+    def _handle(self, rank, what, said=None, *_):
+        "Act on one report of `Workers.poll`"
+        if what == 'put' and said == 'epoch': self.on_event(rank, EpochEnd(*self._latest['epoch']))
+        # the first end counts: a rank that failed may die then
+        if what in self.ends and rank in self.running_ranks: self.ends[what][rank] = said
+        if what != 'event': return
+        kind,event = said
+        if kind == 'show': self.replay.add(rank, event)
+        elif kind == 'phase_ends': self.phase_ends += event
+        elif kind == 'imports':
+            # all ranks import the same
+            if not self.imports: note_imports(event)
+            self.imports = self.imports or event
+        else: self.on_event(rank, event)
+    def _interrupted(self):
+        """After an interrupt: ask all ranks to stop. Raise KeyboardInterrupt after a second
+        interrupt, or if no rank has reacted in time. A rank that is `leaving` has reacted, and may
+        take as long as it needs"""
+        beats = self._beats().values()
+        self._ask_to_stop()
+        longest_step = max((b.longest for b in beats), default=0.)
+        waited = monotonic()-self.stop_asked_at
+        is_late = waited > self.engine.interrupt_grace+longest_step
+        is_stuck = is_late and not any(b.leaving for b in beats)
+        if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
+    def _ask_to_stop(self):
+        """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
+        interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
+        """
+        if self.stop_asked_at is not None: return
+        self.stop_asked_at = monotonic()
+        self.workers.ask_stop()
+    def hang(self):
+        """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
+        rank that has not ended"""
+        beats = self._beats()
+        starts = {r:self._log_size(r) for r in beats}
+        def stack(r): return self._stack(r, starts[r])
+        self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
+        end = monotonic()+5.
+        while monotonic() < end and not all(stack(r) for r in beats): self._turn()
+        stacks = {r:stack(r) for r in beats}
+        awaited = {b.waits_for for b in beats.values()}
+        # A rank without a stack comes first, then one that others wait for, then one that doesn't
+        # wait (False sorts before True)
+        def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
+        first,*others = sorted(beats, key=order)
+        lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
+                 for r in (first, *others)]
+        return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
+    def _look(self, last_beat):
+        """Print a line if ranks wait for one that waits in a collective, which they never come to.
+        Called again and again while no rank makes a step; looks once at each such time"""
+        if self.looked is None or self.looked.last_beat != last_beat:
+            awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
+            rank = min(awaited & {*self.workers.ranks}, default=None)
+            start = 0 if rank is None else self._log_size(rank)
+            self.looked = _Look(last_beat, rank, start)
+            if rank is not None: self.workers.ask_stacks([rank])
+        rank = self.looked.rank
+        stack = '' if rank is None else self._stack(rank, self.looked.start)
+        if not stack: return
+        self.looked = self.looked._replace(rank=None)
+        if not waits_for_ranks(stack) or self.has_told: return
+        self.has_told = True
+        beats = self._beats()
+        others = [r for r,b in beats.items() if b.waits_for == rank]
+        limit = self.engine.timeout
+        print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
+                   f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
+                   f"), and {'rank' if len(others) == 1 else 'ranks'} "
+                   f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
+                   +(f"; the fit ends after {limit:.0f} s." if limit else "."))
+    def _failure(self):
+        """Return the exception for the first failure. The ranks that still run get .5 s to report
+        theirs, and 3 s if all failures so far are echoes of another one"""
+        died = self.ends['died']
+        def has_cause(): return bool(died) or not all(map(is_echo, self._failures()))
+        start = monotonic()
+        while self.running_ranks and monotonic()-start < (.5 if has_cause() else 3.): self._turn()
+        failed = first_failure(self._failures())
+        # all ended as they were asked to, some of them by a KeyboardInterrupt
+        if not (failed or died): return KeyboardInterrupt()
+        # a collective timed out; the rank that it waited for still runs
+        if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
+        # a connection breaks for the other ranks when one dies
+        is_by_death = died and (not failed or is_echo(failed[0]))
+        if is_by_death: err = self._death(*next(iter(died.items())))
+        else: err = self._raised(*failed)
+        err.others = tuple(map(str, failed if is_by_death else failed[1:]))
+        return err
+    def _death(self, r, code):
+        "Return the exception for the death of rank `r`"
+        where = self._beat(r).where or _BEFORE
+        if code == HELPER_ENDED:
+            code = -signal.SIGKILL
+            where += "; the helper process was killed, and it with it"
+        return RankDied(r, code, where, self._log(r), self.workers.host(r))
+    def _raised(self, failure, *later):
+        """Return the exception for a `Failure`; its cause is the original one if it can be loaded.
+        It is of that one's class, too, unless another rank raised something else"""
+        original = load_exception(failure.original)
+        alike = all(f.kind == failure.kind or is_echo(f) for f in later)
+        err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
+        err.__cause__ = original
+        err.log = self._log(err.rank, 1000)
+        if lacks := lacking(failure.contents):
+            some = ', '.join(lacks[:4])+(' ...' if lacks[4:] else '')
+            err.remedy = (f"{err.remedy} The notebook has set something in {some}, and the worker "
+                          "hasn't got it. If that is the reason: `fastddp.setup(fn)` has each "
+                          "worker call `fn()` first.").strip()
+        return err
+    def wait(self):
+        """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
+        wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
+        state that rank 0 put last as its `state`. The ranks may still run then"""
+        try:
+            self._watch()
+            results = []
+            for r in self.workers.ranks:
+                block,packed = self.workers.latest[r,'result']
+                try: results.append(load(packed.meta, block.read(packed, copy=True)))
+                # an object of the user's may even exit
+                except (Exception,SystemExit) as e:
+                    err = NotPicklable(f"The result of rank {r}", f"{type(e).__name__}: {e}")
+                    err.is_result = True
+                    raise err from e
+        # the notebook's own failures, too, such as a closed output
+        except BaseException as e:
+            add_state(e, self._latest)
+            if not self._failed_alike(): e.raised = None
+            raise
+        latest = self._latest
+        return Outcome(results, bool(self.interrupts.count),
+                       latest.get('state') or latest.get('cut'), latest.get('epoch'),
+                       'cut' in latest, self.phase_ends, self.imports)
+    def become_idle(self, seconds):
+        """After a failure: ask the ranks that still run to stop. Return True if all are alive and
+        have ended the job within `seconds`; a rank that waits in a collective can't"""
+        if self.running_ranks: self._ask_to_stop()
+        end = monotonic()+seconds
+        while self.running_ranks and not self.ends['died'] and monotonic() < end:
+            for news in self.workers.poll(.05): self._handle(*news)
+        self.replay.close()     # shows what came since the end of `wait`
+        return not (self.running_ranks or self.ends['died'])
 
 # %% ../../nbs/launch/503_monitor.ipynb #d950b082
 _FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
@@ -235,26 +317,6 @@ def users_line(stack):
 
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
-@patch
-def hang(self:Monitor):
-    """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
-    rank that has not ended"""
-    beats = self._beats()
-    starts = {r:self._log_size(r) for r in beats}
-    def stack(r): return self._stack(r, starts[r])
-    self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
-    end = monotonic()+5.
-    while monotonic() < end and not all(stack(r) for r in beats): self._turn()
-    stacks = {r:stack(r) for r in beats}
-    awaited = {b.waits_for for b in beats.values()}
-    # A rank without a stack comes first, then one that others wait for, then one that doesn't
-    # wait (False sorts before True)
-    def order(r): return bool(stacks[r]), r not in awaited, waits_for_ranks(stacks[r])
-    first,*others = sorted(beats, key=order)
-    lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
-             for r in (first, *others)]
-    return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
-
 # %% ../../nbs/launch/503_monitor.ipynb #5208d58c
 _STANDSTILL = 60.   # seconds without a step after which it is looked for a cause
 
@@ -263,113 +325,3 @@ class _Look(NamedTuple):
     last_beat:float     # time of the last step
     rank:int|None       # None: none was asked, or its stack has come
     start:int           # where its log ended
-
-@patch
-def _look(self:Monitor, last_beat):
-    """Print a line if ranks wait for one that waits in a collective, which they never come to.
-    Called again and again while no rank makes a step; looks once at each such time"""
-    if self.looked is None or self.looked.last_beat != last_beat:
-        awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
-        rank = min(awaited & {*self.workers.ranks}, default=None)
-        start = 0 if rank is None else self._log_size(rank)
-        self.looked = _Look(last_beat, rank, start)
-        if rank is not None: self.workers.ask_stacks([rank])
-    rank = self.looked.rank
-    stack = '' if rank is None else self._stack(rank, self.looked.start)
-    if not stack: return
-    self.looked = self.looked._replace(rank=None)
-    if not waits_for_ranks(stack) or self.has_told: return
-    self.has_told = True
-    beats = self._beats()
-    others = [r for r,b in beats.items() if b.waits_for == rank]
-    limit = self.engine.timeout
-    print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
-               f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
-               f"), and {'rank' if len(others) == 1 else 'ranks'} "
-               f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
-               +(f"; the fit ends after {limit:.0f} s." if limit else "."))
-
-# %% ../../nbs/launch/503_monitor.ipynb #ef3f266e
-@patch
-def _failure(self:Monitor):
-    """Return the exception for the first failure. The ranks that still run get .5 s to report
-    theirs, and 3 s if all failures so far are echoes of another one"""
-    died = self.ends['died']
-    def has_cause(): return bool(died) or not all(map(is_echo, self._failures()))
-    start = monotonic()
-    while self.running_ranks and monotonic()-start < (.5 if has_cause() else 3.): self._turn()
-    failed = first_failure(self._failures())
-    # all ended as they were asked to, some of them by a KeyboardInterrupt
-    if not (failed or died): return KeyboardInterrupt()
-    # a collective timed out; the rank that it waited for still runs
-    if failed and is_timeout(failed[0]) and self.running_ranks: return self.hang()
-    # a connection breaks for the other ranks when one dies
-    is_by_death = died and (not failed or is_echo(failed[0]))
-    if is_by_death: err = self._death(*next(iter(died.items())))
-    else: err = self._raised(*failed)
-    err.others = tuple(map(str, failed if is_by_death else failed[1:]))
-    return err
-
-@patch
-def _death(self:Monitor, r, code):
-    "Return the exception for the death of rank `r`"
-    where = self._beat(r).where or _BEFORE
-    if code == HELPER_ENDED:
-        code = -signal.SIGKILL
-        where += "; the helper process was killed, and it with it"
-    return RankDied(r, code, where, self._log(r), self.workers.host(r))
-
-@patch
-def _raised(self:Monitor, failure, *later):
-    """Return the exception for a `Failure`; its cause is the original one if it can be loaded.
-    It is of that one's class, too, unless another rank raised something else"""
-    original = load_exception(failure.original)
-    alike = all(f.kind == failure.kind or is_echo(f) for f in later)
-    err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
-    err.__cause__ = original
-    err.log = self._log(err.rank, 1000)
-    if lacks := lacking(failure.contents):
-        some = ', '.join(lacks[:4])+(' ...' if lacks[4:] else '')
-        err.remedy = (f"{err.remedy} The notebook has set something in {some}, and the worker "
-                      "hasn't got it. If that is the reason: `fastddp.setup(fn)` has each worker "
-                      "call `fn()` first.").strip()
-    return err
-
-# %% ../../nbs/launch/503_monitor.ipynb #3002650b
-@patch
-def wait(self:Monitor):
-    """Wait until all ranks are done, and return their `Outcome`. The first failure ends the
-    wait and is raised (`RankRaised`, `RankDied`, `GroupTimeout`, `KeyboardInterrupt`), with the
-    state that rank 0 put last as its `state`. The ranks may still run then"""
-    try:
-        self._watch()
-        results = []
-        for r in self.workers.ranks:
-            block,packed = self.workers.latest[r,'result']
-            try: results.append(load(packed.meta, block.read(packed, copy=True)))
-            # an object of the user's may even exit
-            except (Exception,SystemExit) as e:
-                err = NotPicklable(f"The result of rank {r}", f"{type(e).__name__}: {e}")
-                err.is_result = True
-                raise err from e
-    # the notebook's own failures, too, such as a closed output
-    except BaseException as e:
-        add_state(e, self._latest)
-        if not self._failed_alike(): e.raised = None
-        raise
-    latest = self._latest
-    return Outcome(results, bool(self.interrupts.count),
-                   latest.get('state') or latest.get('cut'), latest.get('epoch'),
-                   'cut' in latest, self.phase_ends, self.imports)
-
-# %% ../../nbs/launch/503_monitor.ipynb #042eb642
-@patch
-def become_idle(self:Monitor, seconds):
-    """After a failure: ask the ranks that still run to stop. Return True if all are alive and
-    have ended the job within `seconds`; a rank that waits in a collective can't"""
-    if self.running_ranks: self._ask_to_stop()
-    end = monotonic()+seconds
-    while self.running_ranks and not self.ends['died'] and monotonic() < end:
-        for news in self.workers.poll(.05): self._handle(*news)
-    self.replay.close()     # shows what came since the end of `wait`
-    return not (self.running_ranks or self.ends['died'])

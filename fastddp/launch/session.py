@@ -9,7 +9,7 @@ __all__ = []
 import _thread, threading, traceback, warnings
 from contextlib import contextmanager, nullcontext
 
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
 
@@ -132,90 +132,72 @@ class Call:
         "Return the device to which this call moves a model on the CPU, as in one process, or None"
     def on_event(self, rank, event):
         "Handle an event that a rank emitted, or an `EpochEnd`"
-
-# %% ../../nbs/launch/511_session.ipynb #eeb25d89
-@patch
-def run(self:Call, is_last=True):
-    "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
-    job = Job.of(self.job, self.snapshot())
-    self.report.sent_bytes = job.payload.nbytes
-    self.report.end_phase('snapshot')
-    self.before_run()
-    with delay_interrupts(), offloaded(self.learn, self.home()):
-        try: out = self.session.launcher.run(job, self.session.n, self.on_event)
-        # any exception: showing output may also fail in the notebook
-        except BaseException as e:
-            # it has a state, if only None, once the job was submitted
-            if hasattr(e, 'state'):
-                can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
-                self.on_failure(e, is_last=not can_retry)
-            self.report.end_phase('failed')
-            raise
-        try: self.on_success(out)
-        except BaseException as e:
-            # states map shared memory, and an exception may live long
-            out = None
-            traceback.clear_frames(e.__traceback__)
-            raise
-    self.report.end_phase('back')
-    return out
-
-# %% ../../nbs/launch/511_session.ipynb #c56eb49b
-@patch
-def on_success(self:Call, out):
-    "Apply the state of an `Outcome`, also of one that was interrupted"
-    self.stopped_in_epoch = out.cut
-    meta,buffers = out.state
-    self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
-    self.apply(meta, buffers)
-    self.has_result = True
-    self.report.phase_ends += out.phase_ends
-    self.report.add_imports(out.imports)
-
-# %% ../../nbs/launch/511_session.ipynb #e4c7642c
-@patch
-def on_failure(self:Call, e, is_last):
-    """Note how a try has failed. `apply_state`, unless the next try begins anew: until there are
-    workers for that one, `e` keeps the state (`give_up`)"""
-    self.stopped_in_epoch = e.cut
-    if isinstance(e, RankRaised):
-        e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
-    if is_last or self.apply_failed == 'all': self.apply_state(e)
-
-@patch
-def apply_state(self:Call, e):
-    """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
-    'nothing'; set `e.kept`"""
-    # states map shared memory, and an exception may live long
-    state = e.state
-    e.state = e.epoch = e.raised = None
-    if state and self.apply_failed != 'nothing':
-        self.apply(*state)
+    def run(self, is_last=True):
+        "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
+        job = Job.of(self.job, self.snapshot())
+        self.report.sent_bytes = job.payload.nbytes
+        self.report.end_phase('snapshot')
+        self.before_run()
+        with delay_interrupts(), offloaded(self.learn, self.home()):
+            try: out = self.session.launcher.run(job, self.session.n, self.on_event)
+            # any exception: showing output may also fail in the notebook
+            except BaseException as e:
+                # it has a state, if only None, once the job was submitted
+                if hasattr(e, 'state'):
+                    can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
+                    self.on_failure(e, is_last=not can_retry)
+                self.report.end_phase('failed')
+                raise
+            try: self.on_success(out)
+            except BaseException as e:
+                # states map shared memory, and an exception may live long
+                out = None
+                traceback.clear_frames(e.__traceback__)
+                raise
+        self.report.end_phase('back')
+        return out
+    def on_success(self, out):
+        "Apply the state of an `Outcome`, also of one that was interrupted"
+        self.stopped_in_epoch = out.cut
+        meta,buffers = out.state
+        self.report.state_bytes = len(meta)+sum(memoryview(b).nbytes for b in buffers)
+        self.apply(meta, buffers)
         self.has_result = True
-    e.kept = self.describe_learner()
-
-@patch
-def give_up(self:Call, e):
-    "Apply the state of a try that has failed with `e`, since no other try can follow"
-    with delay_interrupts(), offloaded(self.learn, self.home()): self.apply_state(e)
-
-@patch
-def describe_learner(self:Call):
-    "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
-    if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
-    if self.stopped_in_epoch: return "holds the last finished batch."
-    return "holds the end of its last complete epoch."
-
-# %% ../../nbs/launch/511_session.ipynb #ead1ed7d
-@patch
-def interrupt_error(self:Call, result):
-    """Return a KeyboardInterrupt with `where` the call was stopped, and what the learner holds
-    as `kept`; `result` is rank 0's"""
-    e = KeyboardInterrupt()
-    e.where = result['where']
-    if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
-    e.kept = self.describe_learner()
-    return e
+        self.report.phase_ends += out.phase_ends
+        self.report.add_imports(out.imports)
+    def on_failure(self, e, is_last):
+        """Note how a try has failed. `apply_state`, unless the next try begins anew: until there
+        are workers for that one, `e` keeps the state (`give_up`)"""
+        self.stopped_in_epoch = e.cut
+        if isinstance(e, RankRaised):
+            e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
+        if is_last or self.apply_failed == 'all': self.apply_state(e)
+    def apply_state(self, e):
+        """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is
+        'nothing'; set `e.kept`"""
+        # states map shared memory, and an exception may live long
+        state = e.state
+        e.state = e.epoch = e.raised = None
+        if state and self.apply_failed != 'nothing':
+            self.apply(*state)
+            self.has_result = True
+        e.kept = self.describe_learner()
+    def give_up(self, e):
+        "Apply the state of a try that has failed with `e`, since no other try can follow"
+        with delay_interrupts(), offloaded(self.learn, self.home()): self.apply_state(e)
+    def describe_learner(self):
+        "Return what the learner holds now, as the end of a sentence that begins with 'learn'"
+        if not self.has_result or self.apply_failed == 'nothing': return "is unchanged."
+        if self.stopped_in_epoch: return "holds the last finished batch."
+        return "holds the end of its last complete epoch."
+    def interrupt_error(self, result):
+        """Return a KeyboardInterrupt with `where` the call was stopped, and what the learner holds
+        as `kept`; `result` is rank 0's"""
+        e = KeyboardInterrupt()
+        e.where = result['where']
+        if self.counts_steps: e.where = f"iteration {result['steps']} of lr_find"
+        e.kept = self.describe_learner()
+        return e
 
 # %% ../../nbs/launch/511_session.ipynb #faeeef29
 def refuse_untrainable(model):
@@ -255,112 +237,92 @@ class Session:
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
     def note(self): return None         # a further line about the fit, or None
-
-# %% ../../nbs/launch/511_session.ipynb #8c50222e
-@patch
-def train(self:Session, call):
-    "Run the fit `call`, with lines before and after it"
-    refuse_busy(self.learn)
-    with self.showing_lines(call):
-        if not self.launcher.workers_are_local: self.launcher.check_items(self.datasets())
-        call.before_run = self.print_banner
-        out = self.run_with_restarts(call)
-        call.report.add_results(out.results)
-        rank0 = out.results[0]
-        if out.interrupted or any(r['interrupted'] for r in out.results):
-            raise call.interrupt_error(rank0)
-        has_trained = rank0['first_batch_at'] is not None and rank0['seconds']
-        if has_trained: self.print_summary(call, rank0)
-
-# %% ../../nbs/launch/511_session.ipynb #dc5576f8
-@patch
-@contextmanager
-def showing_lines(self:Session, call):
-    """Context around `call` that hides our lines if the learner wants none, and tells where an
-    interrupt stopped it; raises `CantDistribute` while another thread's call runs"""
-    if not self.calling.acquire(blocking=False):
-        raise CantDistribute("Another thread has this learner on workers (a call in a distrib_ctx "
-                             "block, or a learn.distrib_* call), and no other call can run beside "
-                             "it. Wait until it ends; learn.distrib_stop() stops it.")
-    with suppress_lines(self.quiet()), self._stoppable():
-        try: yield
-        except KeyboardInterrupt as e:
-            end_line()
-            where = getattr(e, 'where', '')
-            kept = getattr(e, 'kept', None) or call.describe_learner()
-            print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
-            shorten_traceback(e)
-            raise
-        finally: self.calling.release()
-
-@patch
-@contextmanager
-def _stoppable(self:Session):
-    "Context manager of a call that `stop` stops, also in a thread, to which Ctrl-C doesn't come"
-    outer = self.button
-    button = stop_button() or ('ctrl-c' if in_main_thread() else StopButton())
-    with button.in_thread() if isinstance(button, StopButton) else nullcontext():
-        self.button = button
-        try: yield
-        finally: self.button = outer
-
-@patch
-def stop(self:Session):
-    "Stop the call that runs, as Ctrl-C does; from any thread. Return False if there is none"
-    button = self.button
-    if isinstance(button, StopButton): button.press()
-    elif button: _thread.interrupt_main()
-    return button is not None
-
-# %% ../../nbs/launch/511_session.ipynb #125bd284
-@patch
-def run_with_restarts(self:Session, call):
-    "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
-    for left in reversed(range(self.restarts)):
-        try: return call.run(is_last=False)
-        except WorkerError as e:
-            # the user has interrupted it, then a rank failed
-            if call.stopped_in_epoch: raise
-            self.place_after_failure(call, e)
-            headline = ' '.join(e._headline().split())
-            print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "
-                       f"({several(left, 'restart')} left).")
-    return call.run()
-
-@patch
-def place_after_failure(self:Session, call, e):
-    """Take fewer workers if the failure `e` of `call` cost a machine; raises `e` if the rest can't
-    go on"""
-    try:
-        self.n,self.gpus = self.launcher.place_after_failure(self.n, self.gpus)
-        self.check()
-    except BaseException as why:
-        # no other try follows, after all
-        if getattr(e, 'state', None): call.give_up(e)
-        if not isinstance(why, CantDistribute): raise
-        print_line(f"No restart: {why}")
-        raise e from None
-    e.state = e.raised = None       # the next try begins without it
-
-# %% ../../nbs/launch/511_session.ipynb #6e529662
-@patch
-def print_banner(self:Session):
-    "Print the line that says what runs, if it has changed, and notes about the model"
-    sizes = self.global_batch()
-    if sizes is None: return
-    line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description,
-                       backend=getattr(self.launcher, 'backend', None))
-    if line != self.last_banner: print_line(line)
-    self.last_banner = line
-    syncs_on_cpu = self.options['sync_bn'] and not self.gpus
-    of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
-    for note in (of_bn, self.note()):
-        if note: print_once(note)
-
-# %% ../../nbs/launch/511_session.ipynb #0ce10bef
-@patch
-def print_summary(self:Session, call, result):
-    "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
-    print_line(summary_line(result, call.counts_steps, call.report.began))
-    advice = advice_line(call.report)
-    if advice: print_line(advice)
+    def train(self, call):
+        "Run the fit `call`, with lines before and after it"
+        refuse_busy(self.learn)
+        with self.showing_lines(call):
+            if not self.launcher.workers_are_local: self.launcher.check_items(self.datasets())
+            call.before_run = self.print_banner
+            out = self.run_with_restarts(call)
+            call.report.add_results(out.results)
+            rank0 = out.results[0]
+            if out.interrupted or any(r['interrupted'] for r in out.results):
+                raise call.interrupt_error(rank0)
+            has_trained = rank0['first_batch_at'] is not None and rank0['seconds']
+            if has_trained: self.print_summary(call, rank0)
+    @contextmanager
+    def showing_lines(self, call):
+        """Context around `call` that hides our lines if the learner wants none, and tells where an
+        interrupt stopped it; raises `CantDistribute` while another thread's call runs"""
+        if not self.calling.acquire(blocking=False):
+            raise CantDistribute("Another thread has this learner on workers (a call in a "
+                                 "distrib_ctx block, or a learn.distrib_* call), and no other call "
+                                 "can run beside it. Wait until it ends; learn.distrib_stop() "
+                                 "stops it.")
+        with suppress_lines(self.quiet()), self._stoppable():
+            try: yield
+            except KeyboardInterrupt as e:
+                end_line()
+                where = getattr(e, 'where', '')
+                kept = getattr(e, 'kept', None) or call.describe_learner()
+                print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
+                shorten_traceback(e)
+                raise
+            finally: self.calling.release()
+    @contextmanager
+    def _stoppable(self):
+        "Context manager of a call that `stop` stops, also in a thread, which Ctrl-C doesn't reach"
+        outer = self.button
+        button = stop_button() or ('ctrl-c' if in_main_thread() else StopButton())
+        with button.in_thread() if isinstance(button, StopButton) else nullcontext():
+            self.button = button
+            try: yield
+            finally: self.button = outer
+    def stop(self):
+        "Stop the call that runs, as Ctrl-C does; from any thread. Return False if there is none"
+        button = self.button
+        if isinstance(button, StopButton): button.press()
+        elif button: _thread.interrupt_main()
+        return button is not None
+    def run_with_restarts(self, call):
+        "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
+        for left in reversed(range(self.restarts)):
+            try: return call.run(is_last=False)
+            except WorkerError as e:
+                # the user has interrupted it, then a rank failed
+                if call.stopped_in_epoch: raise
+                self.place_after_failure(call, e)
+                headline = ' '.join(e._headline().split())
+                print_line(f"{type(e).__name__}: {headline}. {call.retry_text} on fresh workers "
+                           f"({several(left, 'restart')} left).")
+        return call.run()
+    def place_after_failure(self, call, e):
+        """Take fewer workers if the failure `e` of `call` cost a machine; raises `e` if they can't
+        go on"""
+        try:
+            self.n,self.gpus = self.launcher.place_after_failure(self.n, self.gpus)
+            self.check()
+        except BaseException as why:
+            # no other try follows, after all
+            if getattr(e, 'state', None): call.give_up(e)
+            if not isinstance(why, CantDistribute): raise
+            print_line(f"No restart: {why}")
+            raise e from None
+        e.state = e.raised = None       # the next try begins without it
+    def print_banner(self):
+        "Print the line that says what runs, if it has changed, and notes about the model"
+        sizes = self.global_batch()
+        if sizes is None: return
+        line = banner_line(self.n, self.gpus, *sizes, where=self.launcher.description,
+                           backend=getattr(self.launcher, 'backend', None))
+        if line != self.last_banner: print_line(line)
+        self.last_banner = line
+        syncs_on_cpu = self.options['sync_bn'] and not self.gpus
+        of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
+        for note in (of_bn, self.note()):
+            if note: print_once(note)
+    def print_summary(self, call, result):
+        "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
+        print_line(summary_line(result, call.counts_steps, call.report.began))
+        advice = advice_line(call.report)
+        if advice: print_line(advice)

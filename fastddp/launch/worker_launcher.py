@@ -9,7 +9,7 @@ __all__ = []
 import threading
 from contextlib import contextmanager
 
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base.checks import SEE, check
 from ..base.errors import RankRaised
@@ -63,152 +63,112 @@ class WorkerLauncher(Launcher):
         self.workers = None         # `Workers`
         self._payload_block = None  # the `Block` of shared memory with the job's payload
         self._rendezvous = None     # file or address where the workers' process group meets
-
-# %% ../../nbs/launch/505_worker_launcher.ipynb #00ccff78
-@patch
-@contextmanager
-def _exclusive(self:WorkerLauncher):
-    """Inside, no other thread's call runs on these workers, idle ones don't exit, and Ctrl-C is
-    counted by the `Interrupts` that this yields"""
-    interrupts = Interrupts()
-    with interrupts.counting():
-        while not self._lock.acquire(timeout=.1):
-            if interrupts.count: raise KeyboardInterrupt
+    @contextmanager
+    def _exclusive(self):
+        """Inside, no other thread's call runs on these workers, idle ones don't exit, and Ctrl-C is
+        counted by the `Interrupts` that this yields"""
+        interrupts = Interrupts()
+        with interrupts.counting():
+            while not self._lock.acquire(timeout=.1):
+                if interrupts.count: raise KeyboardInterrupt
+            try:
+                if self._timer: self._timer.cancel()
+                self._timer = None
+                yield interrupts
+            finally: self._lock.release()
+    def _start_timer(self):
+        "Inside a block, have workers end that get no job for `idle` seconds"
+        if not (self._warm and self.workers): return
+        self._timer = threading.Timer(self.idle, self._close_if_idle)
+        self._timer.daemon = True
+        self._timer.start()
+    def _close_if_idle(self):
+        "Called by the timer, in its thread: end the workers unless a job has begun meanwhile"
+        with self._lock:
+            # else a job has cancelled this timer while it waited for the lock
+            if self._timer is threading.current_thread(): self.close()
+    @property
+    def _warm(self): return self._depth > 0
+    def __enter__(self):
+        self._depth += 1
+        return self
+    def __exit__(self, *_):
+        with delay_interrupts():
+            self._depth -= 1
+            if not self._warm: self.leave()
+    def leave(self):
+        """Leave all blocks and end the processes, after the job of another thread if one runs;
+        Ctrl-C ends the wait for it"""
+        self._depth = 0
+        with self._exclusive() as interrupts: self.close()
+        if interrupts.count: raise KeyboardInterrupt
+    def close(self,
+        grace=2. # Seconds that processes have to end by themselves
+    ):
+        "End the processes and free what was shared with them; harmless when repeated"
+        with delay_interrupts():
+            if self.workers: self.workers.stop(grace)
+            if self._payload_block: self._payload_block.close()
+            self.workers = self._payload_block = self._rendezvous = None
+    def run(self, job, nprocs, on_event=noop)->Outcome:
+        """As `Launcher.run`: run `job` on `nprocs` ranks and return its `Outcome`. Raises
+        `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
+        with rank 0's newest state as their `state`"""
+        with self._exclusive() as interrupts:
+            self.before_job(nprocs, interrupts)
+            try: outcome = self._run_once(job, nprocs, on_event, interrupts)
+            except RankRaised as e:
+                # once more if the ranks couldn't form their group: no rank has begun the job
+                if not could_not_connect(e.failure): raise
+                outcome = self._run_once(job, nprocs, on_event, interrupts)
+            self.after_success(job)
+        return outcome._replace(interrupted=bool(interrupts.count))
+    def before_job(self, nprocs, interrupts):
+        "Called before each job: what a subclass wants to know of the workers first"
+    def _run_once(self, job, nprocs, on_event, interrupts):
+        "Submit the job and wait for it; after any failure end the workers (`after_failure`)"
+        report = Report()
+        monitor = None
         try:
-            if self._timer: self._timer.cancel()
-            self._timer = None
-            yield interrupts
-        finally: self._lock.release()
-
-@patch
-def _start_timer(self:WorkerLauncher):
-    "Inside a block, have workers end that get no job for `idle` seconds"
-    if not (self._warm and self.workers): return
-    self._timer = threading.Timer(self.idle, self._close_if_idle)
-    self._timer.daemon = True
-    self._timer.start()
-
-@patch
-def _close_if_idle(self:WorkerLauncher):
-    "Called by the timer, in its thread: end the workers unless a job has begun meanwhile"
-    with self._lock:
-        # else a job has cancelled this timer while it waited for the lock
-        if self._timer is threading.current_thread(): self.close()
-
-# %% ../../nbs/launch/505_worker_launcher.ipynb #d481c746
-@patch(as_prop=True)
-def _warm(self:WorkerLauncher): return self._depth > 0
-
-@patch
-def __enter__(self:WorkerLauncher):
-    self._depth += 1
-    return self
-
-@patch
-def __exit__(self:WorkerLauncher, *_):
-    with delay_interrupts():
-        self._depth -= 1
-        if not self._warm: self.leave()
-
-@patch
-def leave(self:WorkerLauncher):
-    """Leave all blocks and end the processes, after the job of another thread if one runs;
-    Ctrl-C ends the wait for it"""
-    self._depth = 0
-    with self._exclusive() as interrupts: self.close()
-    if interrupts.count: raise KeyboardInterrupt
-
-@patch
-def close(self:WorkerLauncher,
-    grace=2. # Seconds that processes have to end by themselves
-):
-    "End the processes and free what was shared with them; harmless when repeated"
-    with delay_interrupts():
-        if self.workers: self.workers.stop(grace)
-        if self._payload_block: self._payload_block.close()
-        self.workers = self._payload_block = self._rendezvous = None
-
-# %% ../../nbs/launch/505_worker_launcher.ipynb #863110e4
-@patch
-def run(self:WorkerLauncher, job, nprocs, on_event=noop)->Outcome:
-    """As `Launcher.run`: run `job` on `nprocs` ranks and return its `Outcome`. Raises
-    `RankRaised`, `RankDied` or `GroupTimeout`, and `KeyboardInterrupt` when a rank didn't stop,
-    with rank 0's newest state as their `state`"""
-    with self._exclusive() as interrupts:
-        self.before_job(nprocs, interrupts)
-        try: outcome = self._run_once(job, nprocs, on_event, interrupts)
-        except RankRaised as e:
-            # once more if the ranks couldn't form their group: no rank has begun the job
-            if not could_not_connect(e.failure): raise
-            outcome = self._run_once(job, nprocs, on_event, interrupts)
-        self.after_success(job)
-    return outcome._replace(interrupted=bool(interrupts.count))
-
-@patch
-def before_job(self:WorkerLauncher, nprocs, interrupts):
-    "Called before each job: what a subclass wants to know of the workers first"
-
-@patch
-def _run_once(self:WorkerLauncher, job, nprocs, on_event, interrupts):
-    "Submit the job and wait for it; after any failure end the workers (`after_failure`)"
-    report = Report()
-    monitor = None
-    try:
-        self.submit(job, nprocs, interrupts, report.end_phase)
-        monitor = self.new_monitor(on_event, interrupts)
-        outcome = monitor.wait()
-    except BaseException:
-        self.after_failure(job, monitor)
-        raise
-    return outcome._replace(phase_ends=report.phase_ends+outcome.phase_ends)
-
-@patch
-def submit(self:WorkerLauncher,
-    job, # A `Job`
-    nprocs, # Ranks
-    interrupts, # `Interrupts`: with one of them, nothing is waited for
-    mark # Called with the name of each phase of the start when it ends
-):
-    "Get workers for a job and send it to them"
-    raise NotImplementedError
-
-@patch
-def new_monitor(self:WorkerLauncher, on_event, interrupts):
-    "Return the `Monitor` of a job that has been submitted"
-    return Monitor(self, on_event, interrupts)
-
-# %% ../../nbs/launch/505_worker_launcher.ipynb #cdd8715a
-@patch
-def after_success(self:WorkerLauncher, job):
-    "Keep the workers for a while inside a block, else end them"
-    if not self._warm: return self.close()
-    self.workers.forget()
-    self._start_timer()
-
-@patch
-def after_failure(self:WorkerLauncher, job, monitor):
-    "End the workers; `monitor` is None if the job wasn't even submitted"
-    self.close(0)
-
-# %% ../../nbs/launch/505_worker_launcher.ipynb #1f102292
-@patch
-def _write_payload(self:WorkerLauncher, job):
-    "Write a job's payload, its pickle first, to the shared block; return it as `Packed`"
-    self._payload_block = self._payload_block or Block()
-    buffers = [memoryview(job.payload.meta), *job.payload.buffers]
-    return self._payload_block.write(Payload(b'', buffers))
-
-@patch
-def settings(self:WorkerLauncher):
-    """Return the `notebook_settings` that workers take over before each job; overridden where
-    they keep their own"""
-    return notebook_settings()
-
-@patch
-def display_of(self:WorkerLauncher, r):
-    """Return the display settings of rank `r`: the first rank in `see` shows what a local call
-    would, others are silent or shown as text"""
-    everyone = self.see == 'all'
-    first = 0 if everyone else next(iter(self.see), None)
-    if r == first: return display_settings()
-    return display_settings()._replace(frontend='silent', send_text=everyone or r in self.see)
+            self.submit(job, nprocs, interrupts, report.end_phase)
+            monitor = self.new_monitor(on_event, interrupts)
+            outcome = monitor.wait()
+        except BaseException:
+            self.after_failure(job, monitor)
+            raise
+        return outcome._replace(phase_ends=report.phase_ends+outcome.phase_ends)
+    def submit(self,
+        job, # A `Job`
+        nprocs, # Ranks
+        interrupts, # `Interrupts`: with one of them, nothing is waited for
+        mark # Called with the name of each phase of the start when it ends
+    ):
+        "Get workers for a job and send it to them"
+        raise NotImplementedError
+    def new_monitor(self, on_event, interrupts):
+        "Return the `Monitor` of a job that has been submitted"
+        return Monitor(self, on_event, interrupts)
+    def after_success(self, job):
+        "Keep the workers for a while inside a block, else end them"
+        if not self._warm: return self.close()
+        self.workers.forget()
+        self._start_timer()
+    def after_failure(self, job, monitor):
+        "End the workers; `monitor` is None if the job wasn't even submitted"
+        self.close(0)
+    def _write_payload(self, job):
+        "Write a job's payload, its pickle first, to the shared block; return it as `Packed`"
+        self._payload_block = self._payload_block or Block()
+        buffers = [memoryview(job.payload.meta), *job.payload.buffers]
+        return self._payload_block.write(Payload(b'', buffers))
+    def settings(self):
+        """Return the `notebook_settings` that workers take over before each job; overridden where
+        they keep their own"""
+        return notebook_settings()
+    def display_of(self, r):
+        """Return the display settings of rank `r`: the first rank in `see` shows what a local call
+        would, others are silent or shown as text"""
+        everyone = self.see == 'all'
+        first = 0 if everyone else next(iter(self.see), None)
+        if r == first: return display_settings()
+        return display_settings()._replace(frontend='silent', send_text=everyone or r in self.see)

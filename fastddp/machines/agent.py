@@ -11,7 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from multiprocessing import connection
 from pathlib import Path
 
-from fastcore.basics import patch
 
 from ..base import group
 from ..base.failure import has_secret, is_user_file
@@ -160,147 +159,112 @@ class Agent:
         finally:
             if self.workers: self.workers.stop(1.)
             self.stream.close()
-
-# %% ../../nbs/machines/612_agent.ipynb #85861c34
-@patch
-def on_link_timeout(self:Agent, seconds):
-    """Set how long the notebook may be silent: as long as it waits for this machine, but at
-    least `_LINK_TIMEOUT`"""
-    self.link_timeout = max(_LINK_TIMEOUT, seconds)
-
-@patch
-def on_listen(self:Agent, token, interface):
-    "Listen at each address of this machine, where the other machines will try to connect"
-    self.token = token
-    cards = network_cards(interface)
-    self.listeners = [socket.create_server((o, 0)) for o in cards]
-    self.stream.send('listening', [o.getsockname() for o in self.listeners], cards)
-
-@patch
-def on_reach(self:Agent, *args):
-    "Try to reach another machine; `args` are those of `reachable`"
-    self.stream.send('reachable', reachable(*args))
-
-@patch
-def on_meet_at(self:Agent, address):
-    "Start the store at which the ranks of a new group meet"
-    for o in self.listeners: o.close()
-    self.listeners = []
-    endpoint,self.store = start_store(address)
-    self.stream.send('store', endpoint)
-
-@patch
-def on_missing(self:Agent, paths):
-    "Answer with those of the notebook's files that don't exist here"
-    self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
-
-# %% ../../nbs/machines/612_agent.ipynb #5d3f1493
-@patch
-def on_start(self:Agent,
-    ranks, # List of this machine's ranks
-    on_gpu, # True if each needs a GPU
-    preload, # Names of the modules that the helper process imports
-    surroundings # The notebook's, see `_apply_surroundings`
-):
-    "Start this machine's workers"
-    self._apply_surroundings(*surroundings)
-    helper.preload(*preload)
-    self.workers = start_workers(ranks, on_gpu, self.notebook_is_gone, first=ranks[0])
-
-@patch
-def on_job(self:Agent,
-    entry, # Function that each rank calls, as for `Workers.submit`
-    specs, # The `RankSpec` of each rank of this machine
-    env, # Variables for the workers' environment
-    surroundings, # As for `on_start`
-    modules, # `own_modules` of the notebook
-    packed, block # The payload, as for `Workers.submit`
-):
-    "Submit a job to all workers of this machine"
-    self.unsent_kinds = set()
-    folder = os.path.join(self.workers.dir, 'modules')
-    write_files(modules, folder)
-    self._apply_surroundings(*surroundings, folder)
-    threads = max(1, visible_cores()//len(specs))
-    specs = [s._replace(threads=s.threads or threads) for s in specs]
-    self.workers.submit(entry, packed, block, specs, **env)
-    block.close()       # the workers have it
-
-@patch
-def on_stop(self:Agent): self.workers.ask_stop()
-
-@patch
-def on_stacks(self:Agent, ranks): self.workers.ask_stacks(ranks)
-
-@patch
-def _apply_surroundings(self:Agent,
-    env, cwd, path, # The notebook's environment, working directory and import path
-    *folders # More folders for the end of the import path
-):
-    "Set environment, working directory and import path as in the notebook, where they fit here"
-    os.environ.clear()
-    os.environ.update(merged_env(env, self.own_env, self.own_names))
-    os.chdir(cwd if os.path.isdir(cwd) else self.own_folder)
-    sys.path[:] = [*merged_path(path, self.own_path), *folders]
-
-# %% ../../nbs/machines/612_agent.ipynb #99a8bd9b
-@patch
-def _report(self:Agent):
-    "Send what is new since the last call"
-    news = self.workers.poll(0)
-    self._report_logs()     # before the news that a rank died, which quotes its log
-    self._report_beats()
-    self._report_news(news)
-    # a newer state replaces one that is not sent yet
-    if not self.stream.has_unsent: self._send_states()
-
-@patch
-def _report_logs(self:Agent):
-    "Send what each rank's log has gained"
-    for r in self.workers.ranks:
-        path = self.workers.log_path(r)
-        if not os.path.exists(path): continue
-        with open(path, 'rb') as f:
-            f.seek(self.log_positions.get(r, 0))
-            data = f.read()
-            if data: self.stream.send('log', r, data)
-            self.log_positions[r] = f.tell()
-
-@patch
-def _report_beats(self:Agent):
-    "Send the heartbeats that changed"
-    beats = {r:self.workers.beat(r) for r in self.workers.ranks}
-    new = {r:beat for r,beat in beats.items() if beat != self.sent_beats.get(r)}
-    self.sent_beats |= new
-    if new: self.stream.send('beats', new)
-
-@patch
-def _report_news(self:Agent,
-    news # As `Workers.poll` returns it
-):
-    "Send results, events and ends; note payloads of other kinds, for `_send_states`"
-    for r,what,*values in news:
-        if what == 'put':
-            kind, = values
-            if kind == 'result': self._send_payload(r, kind)
-            # of the other kinds the notebook needs only those of rank 0
-            elif r == 0: self.unsent_kinds.add(kind)
-        elif what in ('event','done','failed','died'):
-            # the notebook must have rank 0's state before it is told of the end
-            if what != 'event': self._send_states()
-            self.stream.send('news', r, what, *values)
-
-@patch
-def _send_states(self:Agent):
-    "Send the newest payload of each kind that rank 0 has put"
-    for kind in self.unsent_kinds: self._send_payload(0, kind)
-    self.unsent_kinds = set()
-
-@patch
-def _send_payload(self:Agent, r, kind):
-    "Send the newest payload of a kind that rank `r` has put"
-    block,packed = self.workers.latest[r,kind]
-    self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+    def on_link_timeout(self, seconds):
+        """Set how long the notebook may be silent: as long as it waits for this machine, but at
+        least `_LINK_TIMEOUT`"""
+        self.link_timeout = max(_LINK_TIMEOUT, seconds)
+    def on_listen(self, token, interface):
+        "Listen at each address of this machine, where the other machines will try to connect"
+        self.token = token
+        cards = network_cards(interface)
+        self.listeners = [socket.create_server((o, 0)) for o in cards]
+        self.stream.send('listening', [o.getsockname() for o in self.listeners], cards)
+    def on_reach(self, *args):
+        "Try to reach another machine; `args` are those of `reachable`"
+        self.stream.send('reachable', reachable(*args))
+    def on_meet_at(self, address):
+        "Start the store at which the ranks of a new group meet"
+        for o in self.listeners: o.close()
+        self.listeners = []
+        endpoint,self.store = start_store(address)
+        self.stream.send('store', endpoint)
+    def on_missing(self, paths):
+        "Answer with those of the notebook's files that don't exist here"
+        self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
+    def on_start(self,
+        ranks, # List of this machine's ranks
+        on_gpu, # True if each needs a GPU
+        preload, # Names of the modules that the helper process imports
+        surroundings # The notebook's, see `_apply_surroundings`
+    ):
+        "Start this machine's workers"
+        self._apply_surroundings(*surroundings)
+        helper.preload(*preload)
+        self.workers = start_workers(ranks, on_gpu, self.notebook_is_gone, first=ranks[0])
+    def on_job(self,
+        entry, # Function that each rank calls, as for `Workers.submit`
+        specs, # The `RankSpec` of each rank of this machine
+        env, # Variables for the workers' environment
+        surroundings, # As for `on_start`
+        modules, # `own_modules` of the notebook
+        packed, block # The payload, as for `Workers.submit`
+    ):
+        "Submit a job to all workers of this machine"
+        self.unsent_kinds = set()
+        folder = os.path.join(self.workers.dir, 'modules')
+        write_files(modules, folder)
+        self._apply_surroundings(*surroundings, folder)
+        threads = max(1, visible_cores()//len(specs))
+        specs = [s._replace(threads=s.threads or threads) for s in specs]
+        self.workers.submit(entry, packed, block, specs, **env)
+        block.close()       # the workers have it
+    def on_stop(self): self.workers.ask_stop()
+    def on_stacks(self, ranks): self.workers.ask_stacks(ranks)
+    def _apply_surroundings(self,
+        env, cwd, path, # The notebook's environment, working directory and import path
+        *folders # More folders for the end of the import path
+    ):
+        "Set environment, working directory and import path as in the notebook, where they fit here"
+        os.environ.clear()
+        os.environ.update(merged_env(env, self.own_env, self.own_names))
+        os.chdir(cwd if os.path.isdir(cwd) else self.own_folder)
+        sys.path[:] = [*merged_path(path, self.own_path), *folders]
+    def _report(self):
+        "Send what is new since the last call"
+        news = self.workers.poll(0)
+        self._report_logs()     # before the news that a rank died, which quotes its log
+        self._report_beats()
+        self._report_news(news)
+        # a newer state replaces one that is not sent yet
+        if not self.stream.has_unsent: self._send_states()
+    def _report_logs(self):
+        "Send what each rank's log has gained"
+        for r in self.workers.ranks:
+            path = self.workers.log_path(r)
+            if not os.path.exists(path): continue
+            with open(path, 'rb') as f:
+                f.seek(self.log_positions.get(r, 0))
+                data = f.read()
+                if data: self.stream.send('log', r, data)
+                self.log_positions[r] = f.tell()
+    def _report_beats(self):
+        "Send the heartbeats that changed"
+        beats = {r:self.workers.beat(r) for r in self.workers.ranks}
+        new = {r:beat for r,beat in beats.items() if beat != self.sent_beats.get(r)}
+        self.sent_beats |= new
+        if new: self.stream.send('beats', new)
+    def _report_news(self,
+        news # As `Workers.poll` returns it
+    ):
+        "Send results, events and ends; note payloads of other kinds, for `_send_states`"
+        for r,what,*values in news:
+            if what == 'put':
+                kind, = values
+                if kind == 'result': self._send_payload(r, kind)
+                # of the other kinds the notebook needs only those of rank 0
+                elif r == 0: self.unsent_kinds.add(kind)
+            elif what in ('event','done','failed','died'):
+                # the notebook must have rank 0's state before it is told of the end
+                if what != 'event': self._send_states()
+                self.stream.send('news', r, what, *values)
+    def _send_states(self):
+        "Send the newest payload of each kind that rank 0 has put"
+        for kind in self.unsent_kinds: self._send_payload(0, kind)
+        self.unsent_kinds = set()
+    def _send_payload(self, r, kind):
+        "Send the newest payload of a kind that rank `r` has put"
+        block,packed = self.workers.latest[r,kind]
+        self.stream.send('put', r, kind, packed, block=block, size=packed.end)
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _on_sigterm(*_):

@@ -10,7 +10,7 @@ import os, shlex, signal, socket, subprocess, sys, tempfile, time
 from contextlib import suppress
 from functools import partial
 
-from fastcore.basics import noop, patch, store_attr
+from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
@@ -143,199 +143,161 @@ class Machines(WorkerLauncher):
         for texts,remedy in self.explanations:
             if any(o.lower() in output.lower() for o in texts): return f"{remedy} ({last})"
         return last
-
-# %% ../../nbs/machines/615_hosts.ipynb #a4eb367b
-@patch
-def __enter__(self:Machines):
-    if not self._warm: self.excluded_names = set()
-    return super(Machines, self).__enter__()
-
-@patch
-def close(self:Machines,
-    grace=2. # Seconds that processes have to end by themselves
-):
-    "End ranks and agents; harmless when repeated"
-    super(Machines, self).close(grace)
-    machines = self.machines
-    self.machines = []
-    for m in machines: m.close(grace)
-
-# %% ../../nbs/machines/615_hosts.ipynb #c6d18a91
-@patch
-def place(self:Machines, nprocs=None, gpus=None):
-    "As `Launcher.place`: starts the agents unless they run. `gpus=[]` means the CPU"
-    if gpus: raise CantDistribute(_GPUS_OF_ONE)
-    try:
-        if not self.machines: self._start_agents(nprocs, on_cpu=gpus == [])
-        n = sum(self.rank_counts.values())
-        if nprocs not in (None, n):
+    def __enter__(self):
+        if not self._warm: self.excluded_names = set()
+        return super(Machines, self).__enter__()
+    def close(self,
+        grace=2. # Seconds that processes have to end by themselves
+    ):
+        "End ranks and agents; harmless when repeated"
+        super(Machines, self).close(grace)
+        machines = self.machines
+        self.machines = []
+        for m in machines: m.close(grace)
+    def place(self, nprocs=None, gpus=None):
+        "As `Launcher.place`: starts the agents unless they run. `gpus=[]` means the CPU"
+        if gpus: raise CantDistribute(_GPUS_OF_ONE)
+        try:
+            if not self.machines: self._start_agents(nprocs, on_cpu=gpus == [])
+            n = sum(self.rank_counts.values())
+            if nprocs not in (None, n):
+                raise CantDistribute(
+                    f"nprocs={nprocs}, but there are {n} ranks on {len(self.rank_counts)} "
+                    "machines: leave nprocs out, or say per_node=.")
+        except BaseException:
+            self.close(0)
+            raise
+        if not self.on_gpu: return n, None
+        return n, [i for count in self.rank_counts.values() for i in range(count)]
+    def _start_agents(self, nprocs, on_cpu):
+        """Start an agent on each machine, hear what it has, count its ranks, and find out where the
+        ranks meet"""
+        starters = self.agent_starters(on_cpu)
+        problems = []       # a line for each machine that can't take part
+        # all start at once, and are heard afterwards. The notebook's own machine comes first, so
+        # that it has rank 0
+        for name,start in sorted(starters.items(), key=lambda o: o[0] not in LOCAL_NAMES):
+            try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES,
+                                              self.env))
+            except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
+        deadline = time.monotonic()+self.start_timeout
+        for m in self.machines:
+            answer = m.stream.wait_for('facts', deadline)
+            if answer:
+                m.facts, = answer
+                why = self.problem_with(m)
+            else:
+                why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
+            if why: problems.append(f"{m.name}: {why}")
+        if problems: raise CantDistribute('\n'.join(problems))
+        self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
+        self.rank_counts = {m.name: self._count_ranks(m, nprocs) for m in self.machines}
+        self.meeting_address,self.cards = meet(self.machines, self.interface, deadline)
+    def _count_ranks(self, m, nprocs):
+        """Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few
+        GPUs"""
+        n_gpus = m.facts['gpus']
+        # after a loss the machines that are left keep their ranks; Ray may add another one
+        kept = self.excluded_names and self.rank_counts.get(m.name)     # of the last job
+        asked = self.per_node or (nprocs or 0)//len(self.machines)
+        n = kept or asked or (n_gpus if self.on_gpu else 1)
+        if self.on_gpu and n > n_gpus:
             raise CantDistribute(
-                f"nprocs={nprocs}, but there are {n} ranks on {len(self.rank_counts)} "
-                "machines: leave nprocs out, or say per_node=.")
-    except BaseException:
+                f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
+        return n
+    def _backend(self):
+        return self.backend or (group.native_backend() if self.on_gpu else 'gloo')
+    @property
+    def description(self):
+        "As `Launcher.description`, such as '2 machines x 4 GPUs, nccl over eth0'"
+        counts = [*self.rank_counts.values()]
+        each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
+        kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
+        card = next(iter(self.cards.values()))
+        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {card}"
+    def submit(self, job, nprocs, interrupts, mark):
+        "Send each machine the job, with the `RankSpec` of each rank there"
+        with allow_interrupts(): self._ensure_workers(nprocs)
+        mark('fork')
+        packed = self._write_payload(job)
+        settings = self.settings()
+        for m in self.machines:
+            specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
+                              backend=self._backend(), threads=self.threads, store=self._rendezvous,
+                              display=self.display_of(r), work=job.work, settings=settings)
+                     for i,r in enumerate(m.ranks)]
+            # the last argument: rank 0 is on another machine
+            entry = partial(run_on_machine, self.link_timeout, not self.machines[0].is_local)
+            self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
+    def _ensure_workers(self, nprocs):
+        "Keep the last job's workers if all live; else start new ones on all machines"
+        if self.workers and len(self.workers.alive()) == nprocs: return
+        if self.workers: self.close()
+        # agents that have ended are started again, on the same kind of devices
+        self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
+        self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
+        # new workers form a new group, and so need a new store, on rank 0's machine
+        first = self.machines[0]
+        first.stream.send('meet_at', self.meeting_address)
+        self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
+    def run(self, job, nprocs, on_event=noop):
+        "As `WorkerLauncher.run`; raises `RankDied` if the network between the machines failed"
+        try: return super(Machines, self).run(job, nprocs, on_event)
+        except RankRaised as e:
+            # A broken connection is usually the echo of another rank's failure. If it is the first
+            # failure, the network has failed
+            if len(self.rank_counts) < 2 or not is_echo(e.failure): raise
+            err = self._network_failure(e)
+        raise err
+    def _network_failure(self, e):
+        "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
+        failure = e.failure
+        hosts = ['' if name in LOCAL_NAMES else name        # of each rank
+                 for name,n in self.rank_counts.items() for _ in range(n)]
+        why = f"the network between the machines seems to have failed: {failure.message}"
+        err = RankDied(failure.rank, why, failure.where, e.log, hosts[failure.rank])
+        # what rank 0 left of the job, and the failures of other ranks
+        for k in ('state','cut','raised','epoch','others'): setattr(err, k, getattr(e, k))
+        return err
+    def after_success(self, job):
+        """As `WorkerLauncher.after_success`; first writes here the files that rank 0 saved on
+        another machine"""
+        payload = self.workers.latest.get((0,'files'))
+        if payload:
+            block,packed = payload
+            for files in load(packed.meta, block.read(packed)): write_files(files)
+        super(Machines, self).after_success(job)
+    def after_failure(self, job, monitor):
+        "As `WorkerLauncher.after_failure`; notes which machines were lost, before `close` ends all"
+        self.lost_names = {m.name for m in self.machines if m.why_lost()}
         self.close(0)
-        raise
-    if not self.on_gpu: return n, None
-    return n, [i for count in self.rank_counts.values() for i in range(count)]
-
-@patch
-def _start_agents(self:Machines, nprocs, on_cpu):
-    """Start an agent on each machine, hear what it has, count its ranks, and find out where the
-    ranks meet"""
-    starters = self.agent_starters(on_cpu)
-    problems = []       # a line for each machine that can't take part
-    # all start at once, and are heard afterwards. The notebook's own machine comes first, so
-    # that it has rank 0
-    for name,start in sorted(starters.items(), key=lambda o: o[0] not in LOCAL_NAMES):
-        try: self.machines.append(Machine(name, start, self.link_timeout, name in LOCAL_NAMES,
-                                          self.env))
-        except OSError as e: problems.append(f"{name}: {self.explain(str(e))}")
-    deadline = time.monotonic()+self.start_timeout
-    for m in self.machines:
-        answer = m.stream.wait_for('facts', deadline)
-        if answer:
-            m.facts, = answer
-            why = self.problem_with(m)
-        else:
-            why = self.explain(m.error_output()) or f"no answer within {self.start_timeout:g} s"
-        if why: problems.append(f"{m.name}: {why}")
-    if problems: raise CantDistribute('\n'.join(problems))
-    self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
-    self.rank_counts = {m.name: self._count_ranks(m, nprocs) for m in self.machines}
-    self.meeting_address,self.cards = meet(self.machines, self.interface, deadline)
-
-@patch
-def _count_ranks(self:Machines, m, nprocs):
-    """Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few
-    GPUs"""
-    n_gpus = m.facts['gpus']
-    # after a loss the machines that are left keep their ranks; Ray may add another one
-    kept = self.excluded_names and self.rank_counts.get(m.name)     # of the last job
-    asked = self.per_node or (nprocs or 0)//len(self.machines)
-    n = kept or asked or (n_gpus if self.on_gpu else 1)
-    if self.on_gpu and n > n_gpus:
-        raise CantDistribute(
-            f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
-    return n
-
-# %% ../../nbs/machines/615_hosts.ipynb #c675f7b9
-@patch
-def _backend(self:Machines):
-    return self.backend or (group.native_backend() if self.on_gpu else 'gloo')
-
-@patch(as_prop=True)
-def description(self:Machines):
-    "As `Launcher.description`, such as '2 machines x 4 GPUs, nccl over eth0'"
-    counts = [*self.rank_counts.values()]
-    each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
-    kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
-    card = next(iter(self.cards.values()))
-    return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {card}"
-
-# %% ../../nbs/machines/615_hosts.ipynb #415cff73
-@patch
-def submit(self:Machines, job, nprocs, interrupts, mark):
-    "Send each machine the job, with the `RankSpec` of each rank there"
-    with allow_interrupts(): self._ensure_workers(nprocs)
-    mark('fork')
-    packed = self._write_payload(job)
-    settings = self.settings()
-    for m in self.machines:
-        specs = [RankSpec(world_size=nprocs, gpu=i if self.on_gpu else None,
-                          backend=self._backend(), threads=self.threads, store=self._rendezvous,
-                          display=self.display_of(r), work=job.work, settings=settings)
-                 for i,r in enumerate(m.ranks)]
-        # the last argument: rank 0 is on another machine
-        entry = partial(run_on_machine, self.link_timeout, not self.machines[0].is_local)
-        self.workers.submit(m, entry, specs, self.cards[m], packed, self._payload_block)
-
-@patch
-def _ensure_workers(self:Machines, nprocs):
-    "Keep the last job's workers if all live; else start new ones on all machines"
-    if self.workers and len(self.workers.alive()) == nprocs: return
-    if self.workers: self.close()
-    # agents that have ended are started again, on the same kind of devices
-    self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
-    self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
-    # new workers form a new group, and so need a new store, on rank 0's machine
-    first = self.machines[0]
-    first.stream.send('meet_at', self.meeting_address)
-    self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
-
-# %% ../../nbs/machines/615_hosts.ipynb #2729f9ed
-@patch
-def run(self:Machines, job, nprocs, on_event=noop):
-    "As `WorkerLauncher.run`; raises `RankDied` if the network between the machines failed"
-    try: return super(Machines, self).run(job, nprocs, on_event)
-    except RankRaised as e:
-        # A broken connection is usually the echo of another rank's failure. If it is the first
-        # failure, the network has failed
-        if len(self.rank_counts) < 2 or not is_echo(e.failure): raise
-        err = self._network_failure(e)
-    raise err
-
-@patch
-def _network_failure(self:Machines, e):
-    "Return the `RankRaised` of a broken connection as a `RankDied` that names the network"
-    failure = e.failure
-    hosts = ['' if name in LOCAL_NAMES else name        # of each rank
-             for name,n in self.rank_counts.items() for _ in range(n)]
-    why = f"the network between the machines seems to have failed: {failure.message}"
-    err = RankDied(failure.rank, why, failure.where, e.log, hosts[failure.rank])
-    # what rank 0 left of the job, and the failures of other ranks
-    for k in ('state','cut','raised','epoch','others'): setattr(err, k, getattr(e, k))
-    return err
-
-# %% ../../nbs/machines/615_hosts.ipynb #67376dc2
-@patch
-def after_success(self:Machines, job):
-    """As `WorkerLauncher.after_success`; first writes here the files that rank 0 saved on
-    another machine"""
-    payload = self.workers.latest.get((0,'files'))
-    if payload:
-        block,packed = payload
-        for files in load(packed.meta, block.read(packed)): write_files(files)
-    super(Machines, self).after_success(job)
-
-@patch
-def after_failure(self:Machines, job, monitor):
-    "As `WorkerLauncher.after_failure`; notes which machines were lost, before `close` ends all"
-    self.lost_names = {m.name for m in self.machines if m.why_lost()}
-    self.close(0)
-
-@patch
-def place_after_failure(self:Machines, nprocs, gpus):
-    "As `Launcher.place_after_failure`: without lost machines; the others keep their ranks"
-    if not self.lost_names: return nprocs, gpus
-    self.excluded_names |= self.lost_names
-    # no `nprocs`: there are fewer ranks now. `on_gpu`, `rank_counts`: still of the last job
-    return self.place(gpus=None if self.on_gpu else [])
-
-# %% ../../nbs/machines/615_hosts.ipynb #49f800f2
-@patch
-def check_items(self:Machines, datasets):
-    "As `Launcher.check_items`: every machine has the files that the items name"
-    paths = [o for items in datasets for o in files_named_by(items)]
-    lines = []
-    for m in self.machines:
-        m.stream.send('missing', paths)
-        missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
-        if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
-    if lines:
-        lines.append("The items name these files: copy them there, to the same path, or mount "
-                     "it.")
-        raise CantDistribute('\n'.join(lines))
-
-@patch
-def preflight(self:Machines):
-    """Return a text about all machines: versions, GPUs and network cards. Outside of a block
-    the agents that this starts end again"""
-    with self:
-        self.place()
-        versions = ', '.join(f'{k} {v}' for k,v in facts()['versions'].items())
-        each = [f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}"
-                for m in self.machines]
-        return '\n'.join([f'{self.description}: {versions}', *each])
+    def place_after_failure(self, nprocs, gpus):
+        "As `Launcher.place_after_failure`: without lost machines; the others keep their ranks"
+        if not self.lost_names: return nprocs, gpus
+        self.excluded_names |= self.lost_names
+        # no `nprocs`: there are fewer ranks now. `on_gpu`, `rank_counts`: still of the last job
+        return self.place(gpus=None if self.on_gpu else [])
+    def check_items(self, datasets):
+        "As `Launcher.check_items`: every machine has the files that the items name"
+        paths = [o for items in datasets for o in files_named_by(items)]
+        lines = []
+        for m in self.machines:
+            m.stream.send('missing', paths)
+            missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
+            if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
+        if lines:
+            lines.append("The items name these files: copy them there, to the same path, or mount "
+                         "it.")
+            raise CantDistribute('\n'.join(lines))
+    def preflight(self):
+        """Return a text about all machines: versions, GPUs and network cards. Outside of a block
+        the agents that this starts end again"""
+        with self:
+            self.place()
+            versions = ', '.join(f'{k} {v}' for k,v in facts()['versions'].items())
+            each = [f"{m.name}: {m.facts['gpus']} GPUs, network card {self.cards[m]}"
+                    for m in self.machines]
+            return '\n'.join([f'{self.description}: {versions}', *each])
 
 # %% ../../nbs/machines/615_hosts.ipynb #d1c60695
 _HOST_CHECKS = dict(

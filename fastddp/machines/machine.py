@@ -9,7 +9,7 @@ __all__ = []
 import os, time
 from multiprocessing import connection
 
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base.errors import CantDistribute
 from ..base.failure import has_secret
@@ -103,111 +103,81 @@ class RemoteWorkers:
     def beat(self, r):
         "As `Workers.beat`"
         return self._beats.get(r, Heartbeat())
-
-# %% ../../nbs/machines/613_machine.ipynb #283365cc
-@patch
-def submit(self:RemoteWorkers,
-    m, # One of the machines
-    entry, # Function that each rank there calls, as for `Workers.submit`
-    specs, # The `RankSpec` of each rank there
-    card, # Name of the machine's network card that gloo and NCCL use
-    packed, block # The payload, as for `Workers.submit`
-):
-    "Send a job to the ranks of one machine, with modules of the user's own"
-    env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
-    env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
-    m.stream.send('job', entry, specs, env, _surroundings(m), own_modules(), packed,
-                  block=block, size=packed.end)
-
-@patch
-def ask_stop(self:RemoteWorkers):
-    "As `Workers.ask_stop`"
-    for m in self.machines: m.stream.send('stop')
-
-@patch
-def ask_stacks(self:RemoteWorkers, ranks):
-    "As `Workers.ask_stacks`"
-    for m in self.machines: m.stream.send('stacks', [r for r in ranks if r in m.ranks])
-
-# %% ../../nbs/machines/613_machine.ipynb #33f797b2
-@patch
-def poll(self:RemoteWorkers, timeout):
-    "As `Workers.poll`; if a machine is lost, its ranks are reported dead"
-    self.wait(timeout)
-    news = []
-    for m in self.machines:
-        news += self.handle_messages(m)
-        if why := m.why_lost():
-            news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
-    self._dead |= {r for r,what,*_ in news if what == 'died'}
-    return news
-
-@patch
-def wait(self:RemoteWorkers, timeout):
-    "Wait until a machine has sent something, or a connection ends"
-    # `why_lost` reads, too, so messages may be there already
-    if any(m.stream.has_messages for m in self.machines): return
-    connection.wait([m.stream for m in self.machines if not m.stream.end_reason], timeout)
-
-@patch
-def handle_messages(self:RemoteWorkers, m):
-    """Call `on_<kind>` for each message of a machine. Return the news among them: what
-    `on_<kind>` returns is a report as of `Workers.poll`, or None"""
-    news = []
-    for kind,*values in m.stream.receive():
-        # None: an answer that came too late for `wait_for`
-        handler = getattr(self, f'on_{kind}', None)
-        if handler and (item := handler(*values)): news.append(item)
-    return news
-
-@patch
-def alive(self:RemoteWorkers):
-    """Return the ranks that haven't died, as far as is known. Only for use between jobs: it
-    drops the news that have arrived"""
-    self.poll(0)
-    return [r for r in self.ranks if r not in self._dead]
-
-# %% ../../nbs/machines/613_machine.ipynb #88b9e3b5
-@patch
-def on_news(self:RemoteWorkers, r, what, *values):
-    "Return the news that an agent passes on"
-    # a machine's clock may differ from the notebook's
-    if what == 'failed': values = [values[0]._replace(at=time.time())]
-    return r, what, *values
-
-@patch
-def on_put(self:RemoteWorkers, r, kind, packed, block=None):
-    """Replace a rank's payload of a kind. An empty payload comes without `block`"""
-    if old := self.latest.get((r,kind)): old[0].close()
-    self.latest[r,kind] = block or Block(),packed
-    return r, 'put', kind
-
-@patch
-def on_beats(self:RemoteWorkers,
-    beats # Rank -> its `Heartbeat`
-):
-    "Store heartbeats, with the time at which they arrive"
-    now = time.monotonic()
-    self._beats |= {r: beat._replace(at=now) for r,beat in beats.items()}
-
-@patch
-def on_log(self:RemoteWorkers, r, data):
-    "Append to the copy of a rank's log"
-    with open(self.log_path(r), 'ab') as f: f.write(data)
-
-# %% ../../nbs/machines/613_machine.ipynb #bcb9587e
-@patch
-def forget(self:RemoteWorkers):
-    "As `Workers.forget`; the next job's heartbeats start anew"
-    for block,_ in self.latest.values(): block.close()
-    self.latest = {}
-    self._beats = {}
-
-@patch
-def stop(self:RemoteWorkers,
-    grace=2. # Not used: each agent gives its ranks their time
-):
-    "As `Workers.stop`: an agent ends when its stream is closed, and ends its ranks"
-    for m in self.machines: m.stream.close()
-    self.forget()
-    helper.remove_folder(self._folder)
+    def submit(self,
+        m, # One of the machines
+        entry, # Function that each rank there calls, as for `Workers.submit`
+        specs, # The `RankSpec` of each rank there
+        card, # Name of the machine's network card that gloo and NCCL use
+        packed, block # The payload, as for `Workers.submit`
+    ):
+        "Send a job to the ranks of one machine, with modules of the user's own"
+        env = {o: os.environ.get(o) or card for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
+        env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
+        m.stream.send('job', entry, specs, env, _surroundings(m), own_modules(), packed,
+                      block=block, size=packed.end)
+    def ask_stop(self):
+        "As `Workers.ask_stop`"
+        for m in self.machines: m.stream.send('stop')
+    def ask_stacks(self, ranks):
+        "As `Workers.ask_stacks`"
+        for m in self.machines: m.stream.send('stacks', [r for r in ranks if r in m.ranks])
+    def poll(self, timeout):
+        "As `Workers.poll`; if a machine is lost, its ranks are reported dead"
+        self.wait(timeout)
+        news = []
+        for m in self.machines:
+            news += self.handle_messages(m)
+            if why := m.why_lost():
+                news += [(r, 'died', why) for r in m.ranks if r not in self._dead]
+        self._dead |= {r for r,what,*_ in news if what == 'died'}
+        return news
+    def wait(self, timeout):
+        "Wait until a machine has sent something, or a connection ends"
+        # `why_lost` reads, too, so messages may be there already
+        if any(m.stream.has_messages for m in self.machines): return
+        connection.wait([m.stream for m in self.machines if not m.stream.end_reason], timeout)
+    def handle_messages(self, m):
+        """Call `on_<kind>` for each message of a machine. Return the news among them: what
+        `on_<kind>` returns is a report as of `Workers.poll`, or None"""
+        news = []
+        for kind,*values in m.stream.receive():
+            # None: an answer that came too late for `wait_for`
+            handler = getattr(self, f'on_{kind}', None)
+            if handler and (item := handler(*values)): news.append(item)
+        return news
+    def alive(self):
+        """Return the ranks that haven't died, as far as is known. Only for use between jobs: it
+        drops the news that have arrived"""
+        self.poll(0)
+        return [r for r in self.ranks if r not in self._dead]
+    def on_news(self, r, what, *values):
+        "Return the news that an agent passes on"
+        # a machine's clock may differ from the notebook's
+        if what == 'failed': values = [values[0]._replace(at=time.time())]
+        return r, what, *values
+    def on_put(self, r, kind, packed, block=None):
+        """Replace a rank's payload of a kind. An empty payload comes without `block`"""
+        if old := self.latest.get((r,kind)): old[0].close()
+        self.latest[r,kind] = block or Block(),packed
+        return r, 'put', kind
+    def on_beats(self,
+        beats # Rank -> its `Heartbeat`
+    ):
+        "Store heartbeats, with the time at which they arrive"
+        now = time.monotonic()
+        self._beats |= {r: beat._replace(at=now) for r,beat in beats.items()}
+    def on_log(self, r, data):
+        "Append to the copy of a rank's log"
+        with open(self.log_path(r), 'ab') as f: f.write(data)
+    def forget(self):
+        "As `Workers.forget`; the next job's heartbeats start anew"
+        for block,_ in self.latest.values(): block.close()
+        self.latest = {}
+        self._beats = {}
+    def stop(self,
+        grace=2. # Not used: each agent gives its ranks their time
+    ):
+        "As `Workers.stop`: an agent ends when its stream is closed, and ends its ranks"
+        for m in self.machines: m.stream.close()
+        self.forget()
+        helper.remove_folder(self._folder)

@@ -11,7 +11,6 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 import cloudpickle
-from fastcore.basics import patch
 
 from ..payload.buffers import Block, write_at
 
@@ -90,146 +89,118 @@ class Stream:
     def fileno(self):
         "Return the descriptor to read from, so that `connection.wait` accepts a `Stream`"
         return self._read_fd
-
-# %% ../../nbs/machines/610_stream.ipynb #a95096ac
-@patch
-def send(self:Stream,
-    *msg, # The message's kind, a string, and its values
-    block=None, # A `Block` that arrives as the last value; may be closed after this call
-    size=0 # Bytes of the block, which must not change until they are sent; 0: no block
-):
-    """Queue a message and return at once. Messages arrive in order; after the connection has
-    ended they are dropped"""
-    file = open(os.dup(block.fd), 'rb', buffering=0) if size else None
-    self._queue.put(_Outgoing(cloudpickle.dumps((msg, size), protocol=5), file, size))
-
-@patch(as_prop=True)
-def has_unsent(self:Stream):
-    "True if messages are queued, not counting the one that is being written"
-    return not self._queue.empty()
-
-@patch
-def close(self:Stream,
-    timeout=1. # Seconds to send what is queued
-):
-    "Send what is queued, and close the connection; harmless when repeated"
-    self._queue.put(_END)
-    self._thread.join(timeout)
-    if self._read_fd is None: return
-    os.close(self._read_fd)
-    self._read_fd = None
-    self.end_reason = self.end_reason or 'closed'
-
-# %% ../../nbs/machines/610_stream.ipynb #50f428a2
-@patch
-def _write_all(self:Stream):
-    "Write the greeting and all that is queued until `close`; runs in the thread"
-    try:
-        self._write(GREETING)
-        while (item := self._next_item()) is not _END: self._write_item(item)
-        return
-    except OSError: pass        # the other end is gone; reading notices it, too
-    finally: self._write_eof()
-    # what is queued until `close` is dropped
-    while (item := self._queue.get()) is not _END: item.close()
-
-@patch
-def _next_item(self:Stream):
-    try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
-    except queue.Empty: return _Outgoing()      # a heartbeat
-
-@patch
-def _write_item(self:Stream, item):
-    "Write a message and its block, in frames"
-    try:
-        self._write(_frame(item.data))
-        at = 0
-        while at < item.size:
-            data = os.pread(item.file.fileno(), min(_MAX_DATA, item.size-at), at)
-            if not data: raise OSError('the block is shorter than its size')
-            self._write(_frame(data))
-            at += len(data)
-    finally: item.close()
-
-# %% ../../nbs/machines/610_stream.ipynb #323bd8c8
-@patch
-def _take_frames(self:Stream):
-    "Take the greeting and all complete frames out of the buffer"
-    if not self._has_greeting:
-        self.preamble,self._has_greeting,rest = self._buffer.partition(GREETING)
-        if not self._has_greeting: return
-        self._buffer = rest
-    while len(self._buffer) >= _HEADER.size:
-        magic,n = _HEADER.unpack_from(self._buffer)
-        if magic != _MAGIC: raise OSError("something else writes to the agent's output there")
-        end = _HEADER.size+n
-        if len(self._buffer) < end: return
-        data = bytes(self._buffer[_HEADER.size:end])
-        del self._buffer[:end]
-        if data: self._take_data(data)      # a heartbeat has none
-
-@patch
-def _take_data(self:Stream, data):
-    "Take a frame's data: the next piece of the block that is arriving, or else a message"
-    incoming = self._incoming
-    if incoming is None:
-        msg,size = pickle.loads(data)
-        if size: self._incoming = _Incoming(msg, size)
-        else: self._inbox.append(msg)
-        return
-    incoming.add(data)
-    if incoming.missing: return
-    self._inbox.append((*incoming.msg, incoming.block))
-    self._incoming = None
-
-# %% ../../nbs/machines/610_stream.ipynb #014906a8
-@patch(as_prop=True)
-def has_messages(self:Stream):
-    "True if `receive` returns messages that were read already; no wait is needed for them"
-    return bool(self._inbox)
-
-@patch
-def receive(self:Stream):
-    "Return the messages that have arrived, in order, without waiting"
-    self.read()
-    messages = self._inbox
-    self._inbox = []
-    return messages
-
-@patch
-def wait_for(self:Stream,
-    kind, # Kind of message to wait for; `receive` returns the others
-    deadline # `time.monotonic()` at which the wait ends
-):
-    """Return the values of the first message of a kind, a tuple; None if the stream ends, or
-    the deadline passes, before it arrives"""
-    while True:
+    def send(self,
+        *msg, # The message's kind, a string, and its values
+        block=None, # A `Block` that arrives as the last value; may be closed after this call
+        size=0 # Bytes of the block, which must not change until they are sent; 0: no block
+    ):
+        """Queue a message and return at once. Messages arrive in order; after the connection has
+        ended they are dropped"""
+        file = open(os.dup(block.fd), 'rb', buffering=0) if size else None
+        self._queue.put(_Outgoing(cloudpickle.dumps((msg, size), protocol=5), file, size))
+    @property
+    def has_unsent(self):
+        "True if messages are queued, not counting the one that is being written"
+        return not self._queue.empty()
+    def close(self,
+        timeout=1. # Seconds to send what is queued
+    ):
+        "Send what is queued, and close the connection; harmless when repeated"
+        self._queue.put(_END)
+        self._thread.join(timeout)
+        if self._read_fd is None: return
+        os.close(self._read_fd)
+        self._read_fd = None
+        self.end_reason = self.end_reason or 'closed'
+    def _write_all(self):
+        "Write the greeting and all that is queued until `close`; runs in the thread"
+        try:
+            self._write(GREETING)
+            while (item := self._next_item()) is not _END: self._write_item(item)
+            return
+        except OSError: pass        # the other end is gone; reading notices it, too
+        finally: self._write_eof()
+        # what is queued until `close` is dropped
+        while (item := self._queue.get()) is not _END: item.close()
+    def _next_item(self):
+        try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
+        except queue.Empty: return _Outgoing()      # a heartbeat
+    def _write_item(self, item):
+        "Write a message and its block, in frames"
+        try:
+            self._write(_frame(item.data))
+            at = 0
+            while at < item.size:
+                data = os.pread(item.file.fileno(), min(_MAX_DATA, item.size-at), at)
+                if not data: raise OSError('the block is shorter than its size')
+                self._write(_frame(data))
+                at += len(data)
+        finally: item.close()
+    def _take_frames(self):
+        "Take the greeting and all complete frames out of the buffer"
+        if not self._has_greeting:
+            self.preamble,self._has_greeting,rest = self._buffer.partition(GREETING)
+            if not self._has_greeting: return
+            self._buffer = rest
+        while len(self._buffer) >= _HEADER.size:
+            magic,n = _HEADER.unpack_from(self._buffer)
+            if magic != _MAGIC: raise OSError("something else writes to the agent's output there")
+            end = _HEADER.size+n
+            if len(self._buffer) < end: return
+            data = bytes(self._buffer[_HEADER.size:end])
+            del self._buffer[:end]
+            if data: self._take_data(data)      # a heartbeat has none
+    def _take_data(self, data):
+        "Take a frame's data: the next piece of the block that is arriving, or else a message"
+        incoming = self._incoming
+        if incoming is None:
+            msg,size = pickle.loads(data)
+            if size: self._incoming = _Incoming(msg, size)
+            else: self._inbox.append(msg)
+            return
+        incoming.add(data)
+        if incoming.missing: return
+        self._inbox.append((*incoming.msg, incoming.block))
+        self._incoming = None
+    @property
+    def has_messages(self):
+        "True if `receive` returns messages that were read already; no wait is needed for them"
+        return bool(self._inbox)
+    def receive(self):
+        "Return the messages that have arrived, in order, without waiting"
         self.read()
-        for msg in self._inbox:
-            if msg[0] == kind:
-                self._inbox.remove(msg)
-                return msg[1:]
-        left = deadline-time.monotonic()
-        if self.end_reason or left <= 0: return None
-        connection.wait([self], left)
-
-@patch
-def seconds_silent(self:Stream):
-    """Return the seconds since anything arrived. This reads from the descriptor, so check
-    `has_messages` before waiting for it"""
-    self.read()
-    return time.monotonic()-self._last_read
-
-@patch
-def read(self:Stream):
-    "Read what has arrived, at most 64 MB; an error ends the connection"
-    try:
-        for _ in range(64):
-            if self.end_reason or not connection.wait([self], 0): return
-            data = os.read(self._read_fd, 1<<20)
-            if not data: raise EOFError('the connection ended')
-            self._last_read = time.monotonic()
-            self._buffer += data
-            self._take_frames()
-    # bytes that are no frame can raise anything, also in pickle
-    except Exception as e: self.end_reason = str(e) or type(e).__name__
+        messages = self._inbox
+        self._inbox = []
+        return messages
+    def wait_for(self,
+        kind, # Kind of message to wait for; `receive` returns the others
+        deadline # `time.monotonic()` at which the wait ends
+    ):
+        """Return the values of the first message of a kind, a tuple; None if the stream ends, or
+        the deadline passes, before it arrives"""
+        while True:
+            self.read()
+            for msg in self._inbox:
+                if msg[0] == kind:
+                    self._inbox.remove(msg)
+                    return msg[1:]
+            left = deadline-time.monotonic()
+            if self.end_reason or left <= 0: return None
+            connection.wait([self], left)
+    def seconds_silent(self):
+        """Return the seconds since anything arrived. This reads from the descriptor, so check
+        `has_messages` before waiting for it"""
+        self.read()
+        return time.monotonic()-self._last_read
+    def read(self):
+        "Read what has arrived, at most 64 MB; an error ends the connection"
+        try:
+            for _ in range(64):
+                if self.end_reason or not connection.wait([self], 0): return
+                data = os.read(self._read_fd, 1<<20)
+                if not data: raise EOFError('the connection ended')
+                self._last_read = time.monotonic()
+                self._buffer += data
+                self._take_frames()
+        # bytes that are no frame can raise anything, also in pickle
+        except Exception as e: self.end_reason = str(e) or type(e).__name__

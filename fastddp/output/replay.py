@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/output/204_replay.ipynb #2d81c0a3
 import base64, contextvars, html, re, shutil, sys, time, uuid
 
-from fastcore.basics import patch
 
 from ..base.scoped import ipython_shell, with_context
 from .capture import DisplaySettings
@@ -99,78 +98,66 @@ class Replay:
         self._end_lines()
         self.is_new = True
         self.flush()
+    def _show(self, rank, kind, *args):
+        "Show an event now"
+        if kind == 'stream': self._show_text(rank, *args)
+        elif kind == 'display': self._show_display(rank, *args)
+        elif kind == 'log':
+            handle_record(*args, prefix='' if rank == self.first else f'[rank {rank}] ')
+        elif kind == 'result': self._show_result(*args)
+        elif kind == 'clear' and rank == self.first: _place.get().clear_output(*args)
+    def _show_text(self, rank, name, text):
+        "Write text of the first rank as it is; of another rank whole lines, each with a prefix"
+        write = _place.get().write
+        if rank == self.first: return write(name, text)
+        *lines,rest = (self.unfinished.get((rank,name), '')+text).split('\n')
+        self.unfinished[rank,name] = rest
+        for o in lines: write(name, f"[rank {rank}] {visible_text(o)}\n")
+    def _end_lines(self):
+        "Write the unfinished lines"
+        for (rank,name),line in [*self.unfinished.items()]:
+            if line: self._show_text(rank, name, '\n')
+    def _show_display(self, rank, data, metadata, transient, update):
+        "Show a display; without a shell its text"
+        is_first = rank == self.first
+        if not ipython_shell():
+            text = data.get('text/plain', '')
+            if is_first or not update: self._show_text(rank, 'stdout', f'{text}\n')
+            return
+        # all ranks use the same display ids
+        if not is_first and 'display_id' in transient:
+            transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
+        # the prefix, in a line of its own
+        if not (is_first or update): self._show_text(rank, 'stdout', '\n')
+        publish(data, metadata, transient, update)
+    def _show_result(self, label, data, metadata):
+        "Show the result of a cell with its label: a text behind it, anything else below"
+        text = data.get('text/plain', '')
+        is_text = set(data) == {'text/plain'} or not ipython_shell()
+        if is_text: label += ('\n' if '\n' in text else '')+text
+        _place.get().write('stdout', f'{label}\n')
+        if not is_text: publish(data, metadata, {}, False)
+    def _show_warning(self,
+        text # As of `warnings.formatwarning`: 'file:line: category: message', then a line of source
+    ):
+        "Show a warning, unless a worker or this process itself has shown it"
+        if text in _shown_once: return
+        _shown_once.add(text)
+        for module in [*sys.modules.values()]:
+            # what Python has shown in this process, and a key 'version'
+            for noted in getattr(module, '__dict__', {}).get('__warningregistry__', ()):
+                if not isinstance(noted, tuple): continue
+                message,category,line = noted
+                if f":{line}: {category.__name__}: {message}\n" in text: return
+        if not handle_warning(text): _place.get().write('stderr', text)
 
 # %% ../../nbs/output/204_replay.ipynb #3810db7b
 def visible_text(line):
     "The visible part of a line with carriage returns: the last state of a bar"
     return line.rstrip('\r').rsplit('\r', 1)[-1]
 
-@patch
-def _show(self:Replay, rank, kind, *args):
-    "Show an event now"
-    if kind == 'stream': self._show_text(rank, *args)
-    elif kind == 'display': self._show_display(rank, *args)
-    elif kind == 'log': handle_record(*args, prefix='' if rank == self.first else f'[rank {rank}] ')
-    elif kind == 'result': self._show_result(*args)
-    elif kind == 'clear' and rank == self.first: _place.get().clear_output(*args)
-
-@patch
-def _show_text(self:Replay, rank, name, text):
-    "Write text of the first rank as it is; of another rank whole lines, each with a prefix"
-    write = _place.get().write
-    if rank == self.first: return write(name, text)
-    *lines,rest = (self.unfinished.get((rank,name), '')+text).split('\n')
-    self.unfinished[rank,name] = rest
-    for o in lines: write(name, f"[rank {rank}] {visible_text(o)}\n")
-
-@patch
-def _end_lines(self:Replay):
-    "Write the unfinished lines"
-    for (rank,name),line in [*self.unfinished.items()]:
-        if line: self._show_text(rank, name, '\n')
-
-# %% ../../nbs/output/204_replay.ipynb #1c4de6aa
-@patch
-def _show_display(self:Replay, rank, data, metadata, transient, update):
-    "Show a display; without a shell its text"
-    is_first = rank == self.first
-    if not ipython_shell():
-        text = data.get('text/plain', '')
-        if is_first or not update: self._show_text(rank, 'stdout', f'{text}\n')
-        return
-    # all ranks use the same display ids
-    if not is_first and 'display_id' in transient:
-        transient = {**transient, 'display_id':f"{transient['display_id']}-{rank}"}
-    # the prefix, in a line of its own
-    if not (is_first or update): self._show_text(rank, 'stdout', '\n')
-    publish(data, metadata, transient, update)
-
-@patch
-def _show_result(self:Replay, label, data, metadata):
-    "Show the result of a cell with its label: a text behind it, anything else below"
-    text = data.get('text/plain', '')
-    is_text = set(data) == {'text/plain'} or not ipython_shell()
-    if is_text: label += ('\n' if '\n' in text else '')+text
-    _place.get().write('stdout', f'{label}\n')
-    if not is_text: publish(data, metadata, {}, False)
-
 # %% ../../nbs/output/204_replay.ipynb #368b60b8
 _shown_once = set()     # warnings of workers that this process has shown
-
-@patch
-def _show_warning(self:Replay,
-    text # As of `warnings.formatwarning`: 'file:line: category: message', then a line of source
-):
-    "Show a warning, unless a worker or this process itself has shown it"
-    if text in _shown_once: return
-    _shown_once.add(text)
-    for module in [*sys.modules.values()]:
-        # what Python has shown in this process, and a key 'version'
-        for noted in getattr(module, '__dict__', {}).get('__warningregistry__', ()):
-            if not isinstance(noted, tuple): continue
-            message,category,line = noted
-            if f":{line}: {category.__name__}: {message}\n" in text: return
-    if not handle_warning(text): _place.get().write('stderr', text)
 
 # %% ../../nbs/output/204_replay.ipynb #a5ff0e9a
 # The lines of the library

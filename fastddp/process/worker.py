@@ -12,7 +12,7 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 import cloudpickle
-from fastcore.basics import noop, patch
+from fastcore.basics import noop
 
 from ..base import board
 from ..base.device import in_bad_fork, reset_device_count
@@ -109,70 +109,60 @@ class Pipe:
         self.sock.close()
         for fd in self._fds: os.close(fd)
         self._fds.clear()
-
-# %% ../../nbs/process/405_worker.ipynb #5e88ec7b
-@patch
-def send(self:Pipe,
-    *msg,       # Its kind and its values, which cloudpickle can pickle
-    fd=None     # A file descriptor, which the receiver gets as the last value
-):
-    """Send a message. Raises an OSError if the other end is closed, and `CantDistribute` for one
-    that is too large"""
-    data = cloudpickle.dumps(msg, protocol=5)
-    if len(data) >= 1<<32:
-        raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than the "
-                             "4 GB that can be sent. Tensors and arrays are sent beside it.")
-    head = _HEAD.pack(_MAGIC, fd is not None, len(data))
-    with self._send_lock:
-        if fd is None: sent = self.sock.sendmsg([head, data])
-        else: sent = socket.send_fds(self.sock, [head, data], [fd])
-        # A signal may interrupt the call in the middle of the message.
-        if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])
-
-# %% ../../nbs/process/405_worker.ipynb #8b1eaced
-@patch
-def receive(self:Pipe,
-    max_reads=64 # Of up to 256 KB each, so that one pipe doesn't keep others waiting
-):
-    """Return all messages that are complete by now, without waiting. The caller closes their
-    descriptors. Raises `CantDistribute`, once, if this process has no descriptor left for one
-    that was sent, or if other code has written to the pipe; then there are no further messages"""
-    if self._has_failed: return []
-    try:
-        for _ in range(max_reads): self._read()
-    except BlockingIOError: pass        # all is read
-    except OSError: self.ended = True
-    return [*iter(self._next_message, None)]        # until it returns None
-
-@patch
-def _read(self:Pipe):
-    "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
-    # socket.recv_fds has a parameter for flags, but doesn't use it.
-    flags = socket.MSG_DONTWAIT|_CLOEXEC
-    data,ancillary,*rest = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
-    if not data: raise ConnectionResetError
-    if rest[0] & socket.MSG_CTRUNC:     # the flags of the message
-        self.ended = self._has_failed = True
-        raise CantDistribute(f"{TOO_MANY_FILES}.")
-    self._received += data
-    for *_,fds in ancillary: self._fds += array.array('i', fds)
-
-@patch
-def _next_message(self:Pipe):
-    "Remove and return the first message; None while a part of it is missing"
-    if len(self._received) < _HEAD.size: return None
-    magic,has_fd,nbytes = _HEAD.unpack_from(self._received)
-    if magic != _MAGIC:
-        self.ended = self._has_failed = True
-        raise CantDistribute("Something in a worker has written to the descriptor of its "
-                             "connection to the notebook. Does your code write to one that it "
-                             "hasn't opened?")
-    end = _HEAD.size+nbytes
-    if len(self._received) < end: return None
-    data = bytes(memoryview(self._received)[_HEAD.size:end])
-    del self._received[:end]
-    msg = pickle.loads(data)
-    return (*msg, self._fds.pop(0)) if has_fd else msg
+    def send(self,
+        *msg,       # Its kind and its values, which cloudpickle can pickle
+        fd=None     # A file descriptor, which the receiver gets as the last value
+    ):
+        """Send a message. Raises an OSError if the other end is closed, `CantDistribute` for one
+        that is too large"""
+        data = cloudpickle.dumps(msg, protocol=5)
+        if len(data) >= 1<<32:
+            raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than "
+                                 "the 4 GB that can be sent. Tensors and arrays are sent beside it.")
+        head = _HEAD.pack(_MAGIC, fd is not None, len(data))
+        with self._send_lock:
+            if fd is None: sent = self.sock.sendmsg([head, data])
+            else: sent = socket.send_fds(self.sock, [head, data], [fd])
+            # A signal may interrupt the call in the middle of the message.
+            if sent < len(head)+len(data): self.sock.sendall((head+data)[sent:])
+    def receive(self,
+        max_reads=64 # Of up to 256 KB each, so that one pipe doesn't keep others waiting
+    ):
+        """Return all messages that are complete by now, without waiting. The caller closes their
+        descriptors. Raises `CantDistribute`, once, if this process has no descriptor left for one
+        that was sent, or if other code has written to the pipe; then there are no more messages"""
+        if self._has_failed: return []
+        try:
+            for _ in range(max_reads): self._read()
+        except BlockingIOError: pass        # all is read
+        except OSError: self.ended = True
+        return [*iter(self._next_message, None)]        # until it returns None
+    def _read(self):
+        "Read what is there; raises BlockingIOError if it is nothing, another OSError at the end"
+        # socket.recv_fds has a parameter for flags, but doesn't use it.
+        flags = socket.MSG_DONTWAIT|_CLOEXEC
+        data,ancillary,*rest = self.sock.recvmsg(1<<18, socket.CMSG_LEN(64), flags)
+        if not data: raise ConnectionResetError
+        if rest[0] & socket.MSG_CTRUNC:     # the flags of the message
+            self.ended = self._has_failed = True
+            raise CantDistribute(f"{TOO_MANY_FILES}.")
+        self._received += data
+        for *_,fds in ancillary: self._fds += array.array('i', fds)
+    def _next_message(self):
+        "Remove and return the first message; None while a part of it is missing"
+        if len(self._received) < _HEAD.size: return None
+        magic,has_fd,nbytes = _HEAD.unpack_from(self._received)
+        if magic != _MAGIC:
+            self.ended = self._has_failed = True
+            raise CantDistribute("Something in a worker has written to the descriptor of its "
+                                 "connection to the notebook. Does your code write to one that it "
+                                 "hasn't opened?")
+        end = _HEAD.size+nbytes
+        if len(self._received) < end: return None
+        data = bytes(memoryview(self._received)[_HEAD.size:end])
+        del self._received[:end]
+        msg = pickle.loads(data)
+        return (*msg, self._fds.pop(0)) if has_fd else msg
 
 # %% ../../nbs/process/405_worker.ipynb #c601cf04
 def function_ref(fn):
@@ -237,84 +227,69 @@ class Channel:
         self._stop_requested = threading.Event()
         threading.Thread(target=self._inbox, args=(parent_pid,), name='fastddp-inbox',
                          daemon=True).start()
-
-# %% ../../nbs/process/405_worker.ipynb #e4b4c6c1
-@patch
-def send(self:Channel, what, *values, fd=None):
-    "Send a message to the notebook"
-    self._pipe.send(what, *values, fd=fd)
-
-@patch
-def emit(self:Channel, event):
-    "Send a small picklable `event`; events arrive in order"
-    self.send('event', event)
-
-@patch
-def put(self:Channel,
-    kind,    # A string, such as 'result'; the notebook keeps the newest payload of each kind
-    payload # A `Payload`
-):
-    "Send a payload; it arrives even if this process dies right afterwards"
-    comes_again = kind in _STATES
-    block = self._take_block() if comes_again else Block()
-    lent = None
-    try:
-        packed = block.write(payload)
-        if comes_again:
-            with contextlib.suppress(OSError): lent = block.lend()
-        self.send('put', kind, packed, fd=block.fd if lent is None else lent)
-    finally:
-        # A block that isn't lent is the notebook's alone from now on
-        if lent is None: block.close()
-        else:
-            os.close(lent)
-            self._blocks.append(block)
-
-@patch
-def _take_block(self:Channel):
-    "Return a `Block` that the notebook no longer reads: the system finds new memory slowly"
-    for i,block in enumerate(self._blocks):
-        if not block.is_lent(): return self._blocks.pop(i)
-    return Block()
+    def send(self, what, *values, fd=None):
+        "Send a message to the notebook"
+        self._pipe.send(what, *values, fd=fd)
+    def emit(self, event):
+        "Send a small picklable `event`; events arrive in order"
+        self.send('event', event)
+    def put(self,
+        kind,    # A string, such as 'result'; the notebook keeps the newest payload of each kind
+        payload # A `Payload`
+    ):
+        "Send a payload; it arrives even if this process dies right afterwards"
+        comes_again = kind in _STATES
+        block = self._take_block() if comes_again else Block()
+        lent = None
+        try:
+            packed = block.write(payload)
+            if comes_again:
+                with contextlib.suppress(OSError): lent = block.lend()
+            self.send('put', kind, packed, fd=block.fd if lent is None else lent)
+        finally:
+            # A block that isn't lent is the notebook's alone from now on
+            if lent is None: block.close()
+            else:
+                os.close(lent)
+                self._blocks.append(block)
+    def _take_block(self):
+        "Return a `Block` that the notebook no longer reads: the system finds new memory slowly"
+        for i,block in enumerate(self._blocks):
+            if not block.is_lent(): return self._blocks.pop(i)
+        return Block()
+    def stop_requested(self):
+        "Return True if the notebook wants the running job to stop"
+        return self._stop_requested.is_set()
+    def _inbox(self, parent_pid):
+        """Receive messages until the notebook ends or closes the pipe, then kill this process and
+        its group. The descriptor `notebook` is readable once the notebook has ended, or None"""
+        notebook = None
+        try:
+            notebook = _open_pidfd(parent_pid)
+            watched = [self._pipe] if notebook is None else [self._pipe, notebook]
+            while not self._pipe.ended and notebook not in connection.wait(watched):
+                for msg in self._pipe.receive(): self._handle(*msg)
+        # a worker that can no longer receive messages exits
+        except BaseException: os.write(2, traceback.format_exc().encode())
+        finally:
+            # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
+            # process that dies closes its files a little before it is gone.
+            if notebook is None or connection.wait([notebook], 1):
+                shutil.rmtree(self.folder, ignore_errors=True)
+            os.killpg(0, signal.SIGKILL)
+    def _handle(self, what, *values):
+        "Act on a message from the notebook"
+        if what == 'stop':
+            self._stop_requested.set()
+            self.on_stop()
+        elif what == 'exit': self.tasks.put(None)
+        elif what == 'early': self.tasks.put(Task(*values))
+        elif what == 'job':
+            self._stop_requested.clear()    # an earlier 'stop' was for an earlier job
+            *values,fd = values     # the descriptor of the payload's memory comes last
+            self.tasks.put(Task(*values, Block(fd)))
 
 # %% ../../nbs/process/405_worker.ipynb #c1527be4
-@patch
-def stop_requested(self:Channel):
-    "Return True if the notebook wants the running job to stop"
-    return self._stop_requested.is_set()
-
-@patch
-def _inbox(self:Channel, parent_pid):
-    """Receive messages until the notebook ends or closes the pipe, then kill this process and
-    its group. The descriptor `notebook` is readable once the notebook has ended, or None"""
-    notebook = None
-    try:
-        notebook = _open_pidfd(parent_pid)
-        watched = [self._pipe] if notebook is None else [self._pipe, notebook]
-        while not self._pipe.ended and notebook not in connection.wait(watched):
-            for msg in self._pipe.receive(): self._handle(*msg)
-    # a worker that can no longer receive messages exits
-    except BaseException: os.write(2, traceback.format_exc().encode())
-    finally:
-        # The folder is removed if the notebook has ended, not if it has only closed the pipe. A
-        # process that dies closes its files a little before it is gone.
-        if notebook is None or connection.wait([notebook], 1):
-            shutil.rmtree(self.folder, ignore_errors=True)
-        os.killpg(0, signal.SIGKILL)
-
-@patch
-def _handle(self:Channel, what, *values):
-    "Act on a message from the notebook"
-    if what == 'stop':
-        self._stop_requested.set()
-        self.on_stop()
-    elif what == 'exit': self.tasks.put(None)
-    elif what == 'early': self.tasks.put(Task(*values))
-    elif what == 'job':
-        self._stop_requested.clear()    # an earlier 'stop' was for an earlier job
-        *values,fd = values     # the descriptor of the payload's memory comes last
-        self.tasks.put(Task(*values, Block(fd)))
-
 def _open_pidfd(pid):
     """Return a descriptor that becomes readable when process `pid` ends; None if this system has no
     pidfd_open(2). Raises ProcessLookupError if the process is gone already"""

@@ -12,7 +12,6 @@ from multiprocessing import connection
 from typing import NamedTuple
 
 import cloudpickle
-from fastcore.basics import patch
 
 from ..base.board import Page
 from ..base.errors import CantDistribute
@@ -111,231 +110,178 @@ class Workers:
         self._waiting = waiting
         try: self._start_with_any_helper()
         except OSError as e: raise CantDistribute(_refusal(e)) from e
+    def log_path(self, rank):
+        """Return the path of the log of `rank`, for stacks and for what compiled libraries and
+        programs print"""
+        return os.path.join(self.dir, f'rank{rank}.log')
+    def beat(self, rank):
+        "Return the latest `Heartbeat` of `rank`"
+        return self._heartbeats.read(rank-self.first)
+    def can_run(self, ranks):
+        """Return True if these are the workers of exactly `ranks`, all are alive, and their folder
+        exists, which the user may have removed"""
+        return self.ranks == ranks == self.alive() and os.path.isdir(self.dir)
+    def alive(self):
+        "Return the ranks whose process is running"
+        return [r for r,p in self.procs.items() if r not in self._reported_dead and p.is_alive()]
+    def host(self, r):
+        "Return the name of the machine of rank `r`, for messages; here '', the notebook's own"
+        return ''
+    def forget(self):
+        "Free all payloads in `latest`"
+        for block,_ in self.latest.values(): block.close()
+        self.latest.clear()
+    def _start_with_any_helper(self):
+        "Start the processes; with a new helper if the present one ends, then without any helper"
+        for _ in range(2):
+            with suppress(HelperEnded): return self._start()
+        turn_off_helper(_HELPER_ENDED)
+        self.method = 'spawn'
+        self._start()
+    def _start(self):
+        "Start all processes, or none if one can't be started"
+        self.dir = new_folder()         # for logs and heartbeats; `stop` removes it
+        self.procs = {}                 # rank -> its `WorkerProcess`
+        self.pipes = {}                 # rank -> the `Pipe` to it
+        # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind (`Channel.put`)
+        self.latest = {}
+        self._reported_dead = set()     # ranks whose end `poll` has reported
+        try:
+            n_rows = max(self.ranks)-self.first+1
+            self._heartbeats = Heartbeats(self.dir, n_rows)
+            for r in self.ranks:
+                self._start_one(r)
+                # the first one waits until the helper has imported everything
+                self._mark('helper' if len(self.procs) == 1 else 'fork')
+        except BaseException:
+            self.stop(0)
+            raise
+    def _start_one(self, r):
+        "Start the process of rank `r`"
+        ours,theirs = socket.socketpair()
+        try:
+            args = r, os.getpid(), self.log_path(r), in_main_thread()
+            main = function_ref(worker_main)
+            self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
+        except BaseException:
+            ours.close()
+            raise
+        self.pipes[r] = Pipe(ours)
+    def submit(self,
+        entry,      # Function `(channel, meta, buffers, config)`, which returns a `Payload`
+        packed,     # Where the payload is in `block`
+        block,      # The `Block` of shared memory, which the caller closes
+        configs,    # For each rank its `config`, in the order of `self.ranks`
+        **env       # Environment variables of the workers besides those of this process
+    ):
+        "Have every rank call `entry`. `poll` reports how it ends; `latest` then has the results"
+        self.forget()       # results of the last job
+        self._heartbeats.clear()
+        self._send_each('job', entry, configs, env, packed, fd=block.fd)
+    def submit_early(self,
+        entry,      # Function `(channel, config)`
+        configs,    # As for `submit`
+        **env       # As for `submit`
+    ):
+        """Have every rank call `entry` before the job that is submitted next. Of these calls, only
+        failures are reported"""
+        self._send_each('early', entry, configs, env)
+    def ask_stop(self):
+        "Ask every rank to stop its job, see `Channel.stop_requested` and `Channel.on_stop`"
+        for r in self.alive(): self._send(r, 'stop')
+    def ask_stacks(self, ranks):
+        "Have `ranks` write the Python stacks of all their threads to their logs"
+        for r in ranks:
+            with suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
+    def _send_each(self, what, entry, configs, env, *packed, fd=None):
+        "Send a message 'job' or 'early' to every rank"
+        entry = function_ref(entry)
+        for r,config in zip(self.pipes, configs):
+            surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
+            self._send(r, what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)
+    def _send(self, r, *msg, fd=None):
+        "Send a message to rank `r`, which may have died"
+        with suppress(OSError): self.pipes[r].send(*msg, fd=fd)
+    def poll(self,
+        timeout=None # Seconds; None: no limit
+    ):
+        """Wait until a worker has sent something or has ended. Raises what `Pipe.receive` does.
+        Return a list of reports, tuples `(rank, what, *values)`, where `(what, *values)` is one of
 
-# %% ../../nbs/process/406_workers.ipynb #d68373c6
-@patch
-def log_path(self:Workers, rank):
-    """Return the path of the log of `rank`, for stacks and for what compiled libraries and
-    programs print"""
-    return os.path.join(self.dir, f'rank{rank}.log')
-
-@patch
-def beat(self:Workers, rank):
-    "Return the latest `Heartbeat` of `rank`"
-    return self._heartbeats.read(rank-self.first)
-
-@patch
-def can_run(self:Workers, ranks):
-    """Return True if these are the workers of exactly `ranks`, all are alive, and their folder
-    exists, which the user may have removed"""
-    return self.ranks == ranks == self.alive() and os.path.isdir(self.dir)
-
-@patch
-def alive(self:Workers):
-    "Return the ranks whose process is running"
-    return [r for r,p in self.procs.items() if r not in self._reported_dead and p.is_alive()]
-
-@patch
-def host(self:Workers, r):
-    "Return the name of the machine of rank `r`, for messages; here '', the notebook's own"
-    return ''
-
-@patch
-def forget(self:Workers):
-    "Free all payloads in `latest`"
-    for block,_ in self.latest.values(): block.close()
-    self.latest.clear()
-
-# %% ../../nbs/process/406_workers.ipynb #6b1b6bc6
-@patch
-def _start_with_any_helper(self:Workers):
-    "Start the processes; with a new helper if the present one ends, then without any helper"
-    for _ in range(2):
-        with suppress(HelperEnded): return self._start()
-    turn_off_helper(_HELPER_ENDED)
-    self.method = 'spawn'
-    self._start()
-
-@patch
-def _start(self:Workers):
-    "Start all processes, or none if one can't be started"
-    self.dir = new_folder()         # for logs and heartbeats; `stop` removes it
-    self.procs = {}                 # rank -> its `WorkerProcess`
-    self.pipes = {}                 # rank -> the `Pipe` to it
-    # (rank, kind) -> `(Block, Packed)` of the newest payload of that kind (`Channel.put`)
-    self.latest = {}
-    self._reported_dead = set()     # ranks whose end `poll` has reported
-    try:
-        n_rows = max(self.ranks)-self.first+1
-        self._heartbeats = Heartbeats(self.dir, n_rows)
-        for r in self.ranks:
-            self._start_one(r)
-            # the first one waits until the helper has imported everything
-            self._mark('helper' if len(self.procs) == 1 else 'fork')
-    except BaseException:
-        self.stop(0)
-        raise
-
-@patch
-def _start_one(self:Workers, r):
-    "Start the process of rank `r`"
-    ours,theirs = socket.socketpair()
-    try:
-        args = r, os.getpid(), self.log_path(r), in_main_thread()
-        main = function_ref(worker_main)
-        self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
-    except BaseException:
-        ours.close()
-        raise
-    self.pipes[r] = Pipe(ours)
-
-# %% ../../nbs/process/406_workers.ipynb #50dcbe2b
-@patch
-def submit(self:Workers,
-    entry,      # Function `(channel, meta, buffers, config)`, which returns a `Payload`
-    packed,     # Where the payload is in `block`
-    block,      # The `Block` of shared memory, which the caller closes
-    configs,    # For each rank its `config`, in the order of `self.ranks`
-    **env       # Environment variables of the workers besides those of this process
-):
-    "Have every rank call `entry`. `poll` reports how it ends; `latest` then has the results"
-    self.forget()       # results of the last job
-    self._heartbeats.clear()
-    self._send_each('job', entry, configs, env, packed, fd=block.fd)
-
-@patch
-def submit_early(self:Workers,
-    entry,      # Function `(channel, config)`
-    configs,    # As for `submit`
-    **env       # As for `submit`
-):
-    """Have every rank call `entry` before the job that is submitted next. Of these calls, only
-    failures are reported"""
-    self._send_each('early', entry, configs, env)
-
-@patch
-def ask_stop(self:Workers):
-    "Ask every rank to stop its job, see `Channel.stop_requested` and `Channel.on_stop`"
-    for r in self.alive(): self._send(r, 'stop')
-
-@patch
-def ask_stacks(self:Workers, ranks):
-    "Have `ranks` write the Python stacks of all their threads to their logs"
-    for r in ranks:
-        with suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
-
-@patch
-def _send_each(self:Workers, what, entry, configs, env, *packed, fd=None):
-    "Send a message 'job' or 'early' to every rank"
-    entry = function_ref(entry)
-    for r,config in zip(self.pipes, configs):
-        surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
-        self._send(r, what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)
-
-@patch
-def _send(self:Workers, r, *msg, fd=None):
-    "Send a message to rank `r`, which may have died"
-    with suppress(OSError): self.pipes[r].send(*msg, fd=fd)
-
-# %% ../../nbs/process/406_workers.ipynb #a3cfe6f6
-@patch
-def poll(self:Workers,
-    timeout=None # Seconds; None: no limit
-):
-    """Wait until a worker has sent something or has ended. Raises what `Pipe.receive` does.
-    Return a list of reports, tuples `(rank, what, *values)`, where `(what, *values)` is one of
-
-        'ready', cuda_forked    it has started; True: it can't use CUDA
-        'event', e              a job has emitted `e`
-        'put', kind             `latest` has a new payload
-        'done'                  the job has ended
-        'failed', Failure       the job, or an early call, has raised an exception
-        'died', exitcode        its process has ended; negative: killed by a signal. Reported
-                                once, after all that the worker sent
-    """
-    pipes = self._open_pipes()
-    sentinels = self._sentinels()
-    ready = connection.wait([*pipes, *sentinels], timeout)
-    reports = []
-    for o in ready:
-        if o in pipes: reports += self._read(pipes[o])
-    for r in (sentinels[o] for o in ready if o in sentinels):
-        self.procs[r].join()
-        reports += self._read(r, 100_000)       # all that it has sent: it sends no more
-        reports.append((r, 'died', self.procs[r].exitcode))
-        self._reported_dead.add(r)
-    return reports
-
-@patch
-def waitables(self:Workers):
-    "Return what `poll` waits for, as `multiprocessing.connection.wait` takes it"
-    return [*self._open_pipes(), *self._sentinels()]
-
-@patch
-def _sentinels(self:Workers):
-    "Return `{sentinel: rank}` of all processes whose end isn't reported yet"
-    return {p.sentinel:r for r,p in self.procs.items() if r not in self._reported_dead}
-
-@patch
-def _open_pipes(self:Workers):
-    "Return `{pipe: rank}` of the same processes, without pipes from which nothing more comes"
-    return {self.pipes[r]:r for r in self._sentinels().values() if not self.pipes[r].ended}
-
-@patch
-def report_again(self:Workers, ranks):
-    "Have the next `poll` report the deaths of `ranks` again"
-    self._reported_dead -= {*ranks}
-
-# %% ../../nbs/process/406_workers.ipynb #3a969698
-@patch
-def _read(self:Workers, r, *max_reads):
-    "Return the messages that rank `r` has sent, as reports of `poll`"
-    return [(r, *self._store_payload(r, *msg)) for msg in self.pipes[r].receive(*max_reads)]
-
-@patch
-def _store_payload(self:Workers, r, what, *values):
-    "Put the payload of a message 'put' into `latest`; return what `poll` reports"
-    if what != 'put': return what, *values
-    kind,packed,fd = values
-    if old := self.latest.get((r,kind)): old[0].close()
-    self.latest[r,kind] = Block(fd),packed
-    return what, kind
+            'ready', cuda_forked    it has started; True: it can't use CUDA
+            'event', e              a job has emitted `e`
+            'put', kind             `latest` has a new payload
+            'done'                  the job has ended
+            'failed', Failure       the job, or an early call, has raised an exception
+            'died', exitcode        its process has ended; negative: killed by a signal. Reported
+                                    once, after all that the worker sent
+        """
+        pipes = self._open_pipes()
+        sentinels = self._sentinels()
+        ready = connection.wait([*pipes, *sentinels], timeout)
+        reports = []
+        for o in ready:
+            if o in pipes: reports += self._read(pipes[o])
+        for r in (sentinels[o] for o in ready if o in sentinels):
+            self.procs[r].join()
+            reports += self._read(r, 100_000)       # all that it has sent: it sends no more
+            reports.append((r, 'died', self.procs[r].exitcode))
+            self._reported_dead.add(r)
+        return reports
+    def waitables(self):
+        "Return what `poll` waits for, as `multiprocessing.connection.wait` takes it"
+        return [*self._open_pipes(), *self._sentinels()]
+    def _sentinels(self):
+        "Return `{sentinel: rank}` of all processes whose end isn't reported yet"
+        return {p.sentinel:r for r,p in self.procs.items() if r not in self._reported_dead}
+    def _open_pipes(self):
+        "Return `{pipe: rank}` of the same processes, without pipes from which nothing more comes"
+        return {self.pipes[r]:r for r in self._sentinels().values() if not self.pipes[r].ended}
+    def report_again(self, ranks):
+        "Have the next `poll` report the deaths of `ranks` again"
+        self._reported_dead -= {*ranks}
+    def _read(self, r, *max_reads):
+        "Return the messages that rank `r` has sent, as reports of `poll`"
+        return [(r, *self._store_payload(r, *msg)) for msg in self.pipes[r].receive(*max_reads)]
+    def _store_payload(self, r, what, *values):
+        "Put the payload of a message 'put' into `latest`; return what `poll` reports"
+        if what != 'put': return what, *values
+        kind,packed,fd = values
+        if old := self.latest.get((r,kind)): old[0].close()
+        self.latest[r,kind] = Block(fd),packed
+        return what, kind
+    def stop(self,
+        grace=2. # Seconds that processes have to exit; 0: they are killed at once
+    ):
+        """End all processes and free all they use. Returns after `grace` and some more seconds even
+        if a process can't be killed, with a warning; repeated calls do nothing"""
+        if grace:
+            for r in self.alive(): self._send(r, 'exit')
+            self._join(grace)
+        for r in self.alive(): _kill_group(self.procs[r].pid)
+        self._join(5)
+        for p in self.procs.values(): _kill_children_of_dead(p.pid)
+        for o in self.pipes.values(): o.close()
+        self.forget()
+        if beats := vars(self).pop('_heartbeats', None): beats.close()
+        remove_folder(self.dir)
+        survivors = [p.pid for p in self.procs.values() if p.is_alive()]
+        for p in self.procs.values(): p.close()
+        self.procs = {}
+        self.pipes = {}
+        if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU "
+                                    "call may be stuck in them")
+    def _join(self,
+        timeout # Seconds
+    ):
+        """Wait until all processes have ended, and read what they send, so that none waits for its
+        pipe"""
+        end = time.monotonic()+timeout
+        while (left := end-time.monotonic()) > 0 and self.alive():
+            # what `receive` raises, when the user knows already or doesn't need it any more
+            with suppress(CantDistribute): self.poll(left)
 
 # %% ../../nbs/process/406_workers.ipynb #2103f5f7
-@patch
-def stop(self:Workers,
-    grace=2. # Seconds that processes have to exit; 0: they are killed at once
-):
-    """End all processes and free all they use. Returns after `grace` and some more seconds even
-    if a process can't be killed, with a warning; repeated calls do nothing"""
-    if grace:
-        for r in self.alive(): self._send(r, 'exit')
-        self._join(grace)
-    for r in self.alive(): _kill_group(self.procs[r].pid)
-    self._join(5)
-    for p in self.procs.values(): _kill_children_of_dead(p.pid)
-    for o in self.pipes.values(): o.close()
-    self.forget()
-    if beats := vars(self).pop('_heartbeats', None): beats.close()
-    remove_folder(self.dir)
-    survivors = [p.pid for p in self.procs.values() if p.is_alive()]
-    for p in self.procs.values(): p.close()
-    self.procs = {}
-    self.pipes = {}
-    if survivors: warnings.warn(f"fastddp: processes {survivors} could not be ended; a GPU "
-                                "call may be stuck in them")
-
-@patch
-def _join(self:Workers,
-    timeout # Seconds
-):
-    """Wait until all processes have ended, and read what they send, so that none waits for its
-    pipe"""
-    end = time.monotonic()+timeout
-    while (left := end-time.monotonic()) > 0 and self.alive():
-        # what `receive` raises, when the user knows already or doesn't need it any more
-        with suppress(CantDistribute): self.poll(left)
-
 def _kill_children_of_dead(pid):
     """Kill the process group that the dead worker `pid` led. Does nothing if there is a process
     `pid` again: then it is another one"""
