@@ -11,12 +11,6 @@ from importlib.metadata import version
 from .process.helper import preload, warm
 
 # %% ../nbs/900_early.ipynb #5a99afe9
-# Used here, of `process.helper`:
-#   preload(*names)     what the helper imports (`module`) and calls (`module:function`)
-#   warm()              starts the helper, if this process uses one; returns at once
-# Who calls what, in the notebook's process: `fastddp.all` calls `ask_for_helper` first of all, and
-# `import fastddp` in a cell (`imported_by_cell`) does; the magics call `preload_learners`.
-
 def fastai_generation():
     "1 or 2: the fastai that is installed; raises ImportError for one that is not supported"
     # imported here, as below: a mere `import fastddp` doesn't need it

@@ -1,7 +1,6 @@
 """Lines of modules end at 100 columns, others at 120; an assignment has at most three
-targets (CONTRIBUTING.md says so, this holds it), and a patched method hides no name of its module. What a module says
-that it uses is there."""
-import ast, json, re
+targets (CONTRIBUTING.md says so, this holds it), and a patched method hides no name of its module."""
+import ast, json
 from pathlib import Path
 import pytest
 
@@ -154,43 +153,6 @@ def test_no_patched_method_hides_a_name_of_its_module(): assert not faults(OURS,
 def test_a_hidden_name_is_noticed(source):
     method = '@patch(as_prop=True)\ndef a(self:X): pass\n'
     assert hidden(source+method) == {'a'} and not hidden(method) and not hidden(source)
-
-
-# What a module uses
-
-def used_here(source):
-    """The dotted names with which the lines of a comment `# Used here:` begin, up to its first empty line:
-    `Board.meet` in `#   Board.meet(numbers)     all ranks meet`"""
-    found, is_open = [], False
-    for line in source.split('\n'):
-        if 'Used here' in line: is_open = True
-        elif not line.startswith('# '): is_open = False
-        elif is_open: found += re.findall(r'^#   ([A-Za-z_][\w.]*)', line)
-    return found
-
-
-def words_of_code():
-    "Each name that the package's code mentions, and the names of its modules"
-    trees = [ast.parse(read(o)) for o in OURS]
-    nodes = [o for t in trees for o in ast.walk(t)]
-    return ({o.stem for o in OURS} | {o.id for o in nodes if isinstance(o, ast.Name)}
-            | {o.attr for o in nodes if isinstance(o, ast.Attribute)} | {o.arg for o in nodes if isinstance(o, ast.arg)}
-            | {o.name for o in nodes if isinstance(o, (ast.FunctionDef, ast.ClassDef))})
-
-
-def unknown(source, known): return [o for o in used_here(source) if not known.issuperset(o.strip('.').split('.'))]
-
-
-def test_what_a_module_uses_is_there():
-    known = words_of_code()
-    assert not {by_path(o): bad for o in OURS if (bad := unknown(read(o), known))}
-    assert sum(map(len, map(used_here, map(read, OURS)))) > 100
-
-
-def test_a_name_that_is_gone_is_noticed():
-    source = '# Used here:\n#   Board.meet(x)   all meet\n#       and go on\n#   Bored.greet   gone\n#\n#   Later\n'
-    assert used_here(source) == ['Board.meet', 'Bored.greet']
-    assert unknown(source, {'Board', 'meet', 'greet'}) == ['Bored.greet']
 
 
 def test_there_is_something_to_look_at():

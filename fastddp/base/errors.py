@@ -26,14 +26,6 @@ from .scoped import ipython_shell
 #
 # If an exception has a method `_render_traceback_`, IPython shows the lines that it returns.
 #
-# Used here, of `base.failure`; `frames` are `(file, line, function)` from outermost to innermost:
-#   Failure                       the record of a rank's exception, made on that rank
-#   is_user_file(file)            False for Python's library, installed packages and fastddp
-#   user_lines(frames)            the user's frames with lines of source, as lines of text
-#   place(file)                   the cell's number if `file` is a cell, else `file`
-#   frames_in(text)               `frames` of a stack as text, in the order of the text
-#   recorded_traceback(locals)    a traceback of recorded frames, for a debugger; None without any
-
 class Trouble(NamedTuple):
     """An entry of the catalogue: a kind of error and its remedy. `tools/troubles.py` has its cause
     and an example, for the page of all errors"""

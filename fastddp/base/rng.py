@@ -14,9 +14,6 @@ from .device import accelerator_type, device_module, n_gpus
 from .scoped import with_context
 
 # %% ../../nbs/base/013_rng.ipynb #d2c47148
-# Used here, of `base.device`: `accelerator_type()` and `device_module()` are those of CUDA on a
-# machine without GPUs, where `n_gpus()` is 0.
-
 # A state is a dict of Python's, numpy's and torch's streams; of the GPU's, too, under its type, if
 # the GPU had started when the state was read
 def _get_streams():

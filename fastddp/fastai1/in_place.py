@@ -24,18 +24,6 @@ from ..output.capture import use_bars
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai1/807_in_place.ipynb #ed80f741
-# Used here (c: a collective, all ranks call it):
-#   group.everyone()             True if this code runs on all ranks; False inside a fit or
-#                                validation of ours (`as_rank`), and in a cell for some ranks
-#   sync_streams()            c  gives all ranks the random streams of rank 0
-#   distributed_v1(...)       c  context in which `basic_train.fit` trains by all ranks, with the
-#                                callbacks that it yields; replaces `basic_train.validate` inside
-#   validate_by_ranks(...)    c  calls `basic_train.validate` by all ranks, outside of a fit
-#   check_v1(data, n, batch)     raises `CantShard`; before collectives, and on all ranks alike
-#   script_lines(...)            context of a fit: rank 0 prints what runs, and how long it took
-#   launched_group()          c  context in which this process is in the launcher's group; yields
-#                                its device. Inside another one it changes nothing
-
 class AllRanks:
     """Replaces `basic_train.fit` and `validate` by its methods of these names, in a process that is
     a rank of a group. All ranks make each call together. Where the code doesn't run on all ranks,

@@ -19,19 +19,6 @@ from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabo
 from ..shard.losses import Losses
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #7f809572
-# Used here (c: a collective, all ranks call it):
-#   distributed_v1(...)     c  context in which `basic_train.fit` trains by all ranks, with the
-#                              callbacks that it yields
-#   as_rank(ranks, common)  c  context of a rank in a validation: random streams of its own. A
-#                              KeyboardInterrupt that ends it stops the other ranks, too
-#   until_interrupted          calls the fit; True, without an exception, if a KeyboardInterrupt
-#                              ended it
-#   Changes, .capture()        the learner before the job; what has changed since, as a `Payload`
-#   ctx.put(name, payload)     sends a payload to the notebook, which keeps the latest of each name
-#   Progress(ctx, folder)      counts batches, items and seconds, and sends heartbeats; `result()`
-#                              is the dict that `fit_job` returns
-#   ctx.where                  the place in the fit that a failure report names
-
 class NoteProgress(Callback):
     """Tells the notebook before each batch where this rank is. Counts and times training
     batches. No collective operation"""

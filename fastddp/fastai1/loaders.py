@@ -21,18 +21,6 @@ from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
 from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole_torch
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
-# Used here; none of it is a collective:
-#   shard_torch(dl, ...)  a clone of a torch loader that yields a rank's items of each global batch.
-#                         It enters `common` to draw an order, so that all ranks draw the same
-#   ReadWhole(dl, ...)    the same for a torch loader that can't be divided by items: every rank
-#                         reads all of it, and takes whole batches in turn, or rows of each batch
-#   _shard.epoch          of the clone, the `Epoch` of the loop that runs: `steps`, the `counts` of
-#                         each step, and `n_yielded`, the number of batches until now
-#   original(dl)          the torch loader of which `dl` is a clone, or `dl`
-#   why_not_torch(dl)     why a torch loader can't be read by several ranks, in words, or None
-#   why_whole_torch(dl)   why every rank must read all of it, or None
-#   torch_bs(dl)          its batch size; None if a `batch_sampler` of the user's decides
-
 # Where these functions are called, in the order of a fit. None of them is a collective operation:
 #
 #     in the notebook    check_v1, step_sizes       before anything is sent

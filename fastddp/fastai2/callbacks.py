@@ -23,15 +23,6 @@ from ..shard.same_model import SameWeights, sync_buffers
 from ..shard.sharded import is_sharded, iterate_original, original, write_back
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #ddce7439
-# Used here. With *: a collective, which every rank calls:
-#   Together.meet_last(...) * the last meeting, which raises nothing. `sum(field)` of its result
-#                             adds up what the ranks sent
-#   Together.fit_depth        1 in a fit, 2 in a fit that a callback runs in it
-#   SameWeights()(named, epoch) *   gives all ranks rank 0's weights. True: they had differed
-#   shard_dl(dl, rank, n, ...)  -> this rank's sharded loader, which draws orders from `common`
-#   write_back(dl), follow_original(dl)   copy the state of a sharded loader to its original, and
-#                             that of the original to it
-#
 # Callbacks are called by their `order`: `Together` and then `ShardData`, which have the same one;
 # `StepSync`, `ReduceMetrics`, `SameModel`; the user's. `as_one` has the table of all their events.
 # Below: a rank's data; the same model.

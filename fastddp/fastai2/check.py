@@ -36,18 +36,6 @@ from ..payload.places import Places
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
-# Used here:
-#   copy_of(learn)    -> a copy over the same datasets, without callbacks that write or show
-#   _distrib_ctx      a block, whose `fit` runs on workers, with `NoteSteps` as with a callback of
-#                     the user's. In the end rank 0's state, that of `NoteSteps`, too, is put into
-#                     the notebook's objects, but for those that are `unchanged` in its `Session`
-#   CommonRNG         `capture()` notes this process's random streams, `install()` restores them
-#   StepSync.losses   a rank's `Losses`: they say how they combine, and whether they are averages
-#   part_of           this rank's part of a batch; `counted()` has what counts of it
-#   lay_out(dl)       fastai's `LMDataLoader` divides its text into `dl.bs` streams when it is made.
-#                     This does so anew, after a change of `dl.bs`
-#   group.sum_(t)     a collective; does nothing in one process
-#
 # learn.distrib_check():
 #     _compare            makes two copies of the learner (`copy_of`)
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps

@@ -19,13 +19,6 @@ from ..base.device import device_module, device_of, is_accelerator, memory_peak,
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
-# Used here:
-#   Board.waited      seconds that this rank has waited for others at all meetings until now
-#   Board.last_wait   `(rank that came last, seconds)` of the last meeting; None without a wait
-#   Together          makes the `Clock` of a fit, and calls it before and after each meeting
-#   caller_of         of `as_one`: on rank 0, wraps callbacks that act on rank 0 only
-#   Report            in the notebook; made of `Clock.totals` and `resource_use` of each rank
-#
 # In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
 # the `Clock`, which has all these; `resource_use`.
 

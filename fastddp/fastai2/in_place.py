@@ -29,18 +29,6 @@ from ..launch.training import (
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
-# Used here:
-#   launched_group()      context: this process is in its launcher's group; yields its device
-#   distributed, as_one_process   contexts of a fit on ranks. The second one ends with the last
-#                         meeting, but not after an exception
-#   call_fit              calls `fit` of the learner's class, which is fastai's
-#   Context(rank, n)      of a rank without a notebook: drops what it would tell
-#   NoteProgress          counts batches and items in its `progress`, whose `result()` is a dict
-#   Report                times the phases of a call; `add_results` takes the dicts of all ranks
-#   script_lines(...)     context; rank 0 prints a line before the fit and one after it, under
-#                         torchrun only
-#   group.everyone()      True if all ranks run this cell; no collective
-#
 # In place, all ranks of a group run the same script or cell. So each of them makes the same calls,
 # of a learner of its own. Collectives, in order; every rank takes part in each:
 #

@@ -22,18 +22,6 @@ from ..launch.training import has_kind
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
-# Used here:
-#   fit.common                  random streams with the same state on all ranks
-#   fit.data.shard(dl, train=False)   -> a loader of this rank's whole batches, whose order is drawn
-#                               from `fit.common`
-#   fit.together.run_batches(loop)   calls `loop()`; at its end the ranks vote
-#   fit.together.is_alone       True while a callback of rank 0 only acts
-#   Undivided(dl, common)       -> a loader of all batches, the same on all ranks, from `common`
-#   why_not(dl)                 -> why `shard_dl` would refuse `dl`; None if it doesn't
-#   dl_state, set_dl_state      what the next epoch of a user's loader depends on
-#   follow_original(dl)         has the sharded `dl` go on like its original, over which a loop went
-#   group.from_rank0(o), group.all_gather_object(o)   collectives: the `o` of rank 0, of all ranks
-#
 # fastai's `validate`, `get_preds` and `tta` call `learn._do_epoch_validate`, which is replaced:
 #
 #     called                          on         replaced by        which goes on to

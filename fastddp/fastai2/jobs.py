@@ -39,18 +39,6 @@ from ..payload.places import Places
 from ..shard.sharded import batch_items, original
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #b759b209
-# Used here, of `launch.training`:
-#   Progress            counts and times batches; `result` returns the numbers as a dict
-#   whereabouts(epoch, batch, in_training)   -> a place in words, as in the example below
-#   cbs_of_rank(cbs)    -> those that act on this rank
-#   until_interrupted(ctx, fit, leave)   calls `fit()`. After a KeyboardInterrupt calls `leave()`,
-#                       and returns True
-#   open_run(run_id)    -> context manager in which rank 0 logs to the notebook's W&B run
-# of `snapshot`:
-#   snapshot, unpack    a learner to a `Payload` in the notebook, and back on a rank
-#   Changes             notes what a learner holds; `capture` returns what has changed since
-#   apply               puts that into the notebook's learner
-
 class NoteProgress(OurCallback):
     """Notes where this rank is, tells the notebook before each batch, and counts and times the
     batches and items of the fit. Each rank has its own; nothing here is a collective. In an epoch

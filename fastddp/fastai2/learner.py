@@ -33,25 +33,6 @@ from ..shard.losses import check_loss
 from ..shard.gradients import DDP_CHECKS
 
 # %% ../../nbs/fastai2/730_learner.ipynb #d7b1fc7d
-# Used here:
-#   Options OPTIONS     made below, from the signature of `distrib_ctx`. `checked` returns the
-#                       options by name; `pop_from` takes them out of a call's `kwargs`. Both refuse
-#                       wrong ones by `CantDistribute`. `add_method` gives `Learner` the method
-#                       `distrib_{name}`, which calls `learn.distrib(name, ...)`
-#   distrib_block       -> context manager. Inside a block of the learner it does nothing; in a
-#                       launcher's group it is `in_place()`; else it opens a launcher and sets the
-#                       methods that `overrides(launcher, n, gpus)` returns. If one process is to
-#                       train, it sets none
-#   with_loaders        context manager in which `learn.dls` has `loaders`, also an object of
-#                       another library's
-#   claimed_file        context manager of a block that writes checkpoints: no other one writes to
-#                       the same file
-#   Session             its `fit` and `validate` send calls to the workers; `on_epoch` functions are
-#                       called in the notebook when an epoch's state has arrived
-#   load_weights        for `learn.distrib_load`
-#   UserCall            `run(learn)` calls the method, and counts its fits, for `distrib_resume`
-#   start_job           starts a `LearnerJob` of the call and returns it, while that goes on
-#
 # Below: the block; what is pickled of a learner in it; `distrib` and `distrib_resume`; the methods
 # `distrib_fit`, ... All of it runs in the notebook.
 @patch

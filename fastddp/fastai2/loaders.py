@@ -28,19 +28,6 @@ from ..shard.torch_loader import (
     is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
-# Used here, mostly of `shard.sharded`:
-#   Sharded         the base class. Its `__iter__` calls `_begin` with the common streams installed,
-#                   then `_batches`, and counts each batch in `counts` and `idxs` just before it is
-#                   yielded. A callback's own loop gets what `_shard.other_loop` yields instead
-#   Shard           a sharded loader's `_shard`: the arguments of `Shard(...)`, `whole_batches`, and
-#                   `epoch`, whose `steps` are this rank's `Step`s, made by `steps(batches)`. Each
-#                   is its part of a global batch: `items` to feed, `total`, and `positions`
-#   sharded_clone   returns a copy of the user's loader: its class derives from the given one and
-#                   the loader's. No constructor runs; the attributes are those of the loader
-#   track_changes   notes a clone's attributes; `Sharded` copies later changes to the user's loader
-#   one_iteration   makes the `Epoch` of a loop; `note_step` counts its next `Step`
-#   CommonRNG       `with common:` installs the random streams that all ranks have in common
-
 # 1. Loaders whose batches continue each other
 
 def is_lm(dl):

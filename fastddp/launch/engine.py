@@ -32,13 +32,6 @@ from ..process.helper import private_folder
 # Each is then `(meta, buffers)`, as `load` takes it. The buffers may be memory that the engine uses
 # again (see `Outcome`, `EpochEnd`): copy what is to stay.
 #
-# Used here:
-#   call(work, ctx, meta, buffers)  loads the payload, calls the job, dumps the result
-#   Context                         what the job sees; here `emit` and `put` call plain functions
-#   restoring_sent_classes          puts back what the job sets on the notebook's own classes
-#   allow_interrupts                Ctrl-C is raised at once, also where `Session` delays it
-#   environment(NAME=None)          restores the variable at the end
-
 class Outcome(NamedTuple):
     "What `Launcher.run` returns"
     results:list            # What the job returned on each rank, in rank order

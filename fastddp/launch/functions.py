@@ -30,17 +30,6 @@ from ..process.helper import private_folder
 # In order: `global_imports`, `import_star`; how a call is sent (`_request`, `call_job`, `_run`);
 # what users call: `ranch`, `spawn`, and for processes in a group `TorchDDPCtx`, `in_torchddp`.
 #
-# Used here:
-#   Job.of(fn, payload)             what each rank runs: `fn(ctx, obj)`, `obj` loaded from `payload`
-#   Local(backend='').run(job, n)   starts n workers without a group, waits, and ends them. Raises
-#                                   `RankRaised` or `RankDied`; the `Outcome` has `interrupted`
-#   CallerIsRank                    the same with n-1 workers, and this process as the other rank
-#   dump_with_patches(o, roots)     a `Payload`; raises `NotPicklable` with a path in `roots`
-#   BackgroundJob(what, run)        `start` calls `run` in a thread, `result` returns its result
-#   group.join, join_at             each rank of a new group calls one; it waits for all ranks
-#   group.leave(broken)             no collective; `broken`: other ranks may have failed
-#   environment(NAME=text)          sets variables; also restores those whose text is None
-
 # Import statements, as text
 def global_imports(
     imports, # Import statements: a string of lines, or a list of them

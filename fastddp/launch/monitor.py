@@ -43,20 +43,6 @@ _MODULES = re.compile(br'^Extension modules: .*\n?', re.M)
 _LIST_MOST = 50_000
 
 # %% ../../nbs/launch/503_monitor.ipynb #ea85b5b6
-# Used here:
-#   Workers (`process.workers`)     the processes of the job, which `Local` has submitted already:
-#     poll(secs)                    waits for news; a list of reports `(rank, what, *values)`
-#     latest                        (rank, kind) -> `(Block, Packed)`, the newest: 'result' of each
-#                                   rank, and 'state', 'cut' or 'epoch' of rank 0
-#     beat(rank)                    its last `Heartbeat`: `at`, `longest`, `leaving`, `waits_for`...
-#     ask_stop, ask_stacks          send and return at once; the answer is a report, or in the log
-#   Interrupts.count                Ctrl-C so far; only `Monitor` acts on it meanwhile
-#   add_state(e, latest)            sets `state`, `epoch` and `cut` of an exception from `_latest`
-#   first_failure(failures)         sorts them: causes, then echoes (a connection broke because its
-#                                   other rank ended), each by time
-#   job_stack(report)               a rank's stack from faulthandler's report; '' without one
-#   waits_for_ranks(stack)          True if that rank waits for others
-#
 # In order: the end of a log; `Monitor`, a section at a time, as its docstring has them.
 
 _BEFORE = 'before its first step'

@@ -30,13 +30,6 @@ from ..output.replay import print_line, print_once, several
 #                                   where a block runs: `launch.session.distrib_block`
 #   refuse_in_launched_group        methods that start workers of their own
 #
-# Used here:
-#   Local()                         the launcher of a block that names none. It reads its attributes
-#                                   `gpus`, `see`, `see_load` and `timeout` in each `run`
-#   Launcher.place(nprocs, gpus)    `(n, gpus)` of an open launcher; not for `workers_are_local`
-#   closest_name(k, known, aliases) the name that is likely meant, or None
-#   bind_arguments(f, args, kwargs) raises `CantDistribute` if `f` can't be called with them
-
 # The values of options
 def _factory(what, example):
     "Return the `Check` of an option such as `model_factory`"

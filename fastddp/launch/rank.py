@@ -28,17 +28,6 @@ from ..process.workers import Heartbeat, Heartbeats
 # In order: what all engines use (`Job`, `Context`, `call`); then what runs in a worker: its
 # context, the process group, `run_on_rank`; and what the notebook has set for its process.
 #
-# Used here:
-#   Channel (`process.worker`)      the worker's connection, which outlives jobs. `emit` and `put`
-#                                   send; `where` and `items` are read when a job fails; its thread
-#                                   calls `on_stop`, the main thread `on_idle` after the job
-#   capture_output(send, settings)  what is shown inside goes to `send(event)`
-#   Heartbeats(folder)              a page that the notebook reads: each rank writes its row
-#   group.join(store, ...)          all ranks call it, each in its own process; waits for all
-#   group.rendezvous                the `store` of the group that this process is in, or None
-#   board.on_wait(rank)             is called while this rank waits for `rank`
-#   load, dump                      a `Payload` is `(meta, buffers)`; tensors lie on `buffers`
-
 # What all engines use
 class Job(NamedTuple):
     """What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj`

@@ -30,16 +30,6 @@ from ..process.worker import function_ref, resolve_function
 #                               connect_to_store    each rank
 #     a job on a rank           run_on_machine      each rank; the rest is called by it
 #
-# Used here:
-#   stream.send, wait_for   of a `Machine`: send a message, which `Agent.on_<kind>` handles; wait
-#                           for one, or raise `CantDistribute`
-#   run_on_rank             joins the process group at `spec.store`, a file or a torch store, and
-#                           calls the job at `spec.work` with a `Context`
-#   group_board()           the ranks' board; its first call in a group connects it, a collective
-#   function_ref            a function as text or bytes for another process; `resolve_function`
-#                           returns the function
-#   ctx.saves_below         a job calls it with each folder in which it will save files
-
 _SIOCGIFADDR = 0x8915       # get a network card's address: netdevice(7)
 
 def _speed(card):

@@ -18,18 +18,6 @@ from .stream import writer_to
 from ..output.replay import StatusLine
 
 # %% ../../nbs/machines/616_ray.ipynb #8913b83e
-# Used here; all of it is called in the notebook's process:
-#   Machines        base, an engine. Its `place` calls `agent_starters`, then each function that
-#                   this returns, and `problem_with(machine)` once `machine.facts` has arrived.
-#                   `close` ends all agents
-#   excluded_names  of the base: machines that were lost, by name. They get no ranks until the
-#                   outermost block ends
-#   per_node        of the base: ranks on each machine as the user gave it. Without it, and without
-#                   nprocs=, each machine gets a rank for each of `machine.facts['gpus']`, or one
-#   Machine         calls the methods of the connection that such a function returns, here a
-#                   `RelayConnection`; `write` and `write_eof` in a thread of its `Stream`
-#   writer_to(fd)   returns `(write, write_eof)` of a descriptor, which `write_eof` closes
-#
 # The sections: the actor and the connection to it; joining the cluster (`connect`); what to reserve
 # (`bundles_for`); the engine (`Ray`).
 

@@ -21,15 +21,6 @@ from .streams import EventQueue, use_streams
 # Each part gets `undo`, the `ExitStack` of one capture, with the callbacks that take changes back.
 # It calls the last one first when it closes, so whatever is changed last is restored first.
 #
-# Used here:
-#   EventQueue(send, send_text)      sends events in a thread of its own. Any thread may call
-#                                    `put(event)`; `close()` sends what is left and ends the thread
-#   use_streams(undo, queue, tty)    has `sys.stdout` and `sys.stderr` write to the queue
-#   set_entries(undo, d, **new)      sets entries of the dict `d`, often of `vars(module)`
-#   restore_at_end(undo, d, *keys)   changes nothing now; restores or removes these entries
-#   use_logs(undo, settings, send)   sends records of loggers
-#   without_attrs(obj, *names)       context manager: `obj` has no such attributes inside
-
 # Progress bars
 
 class _QuietBar:

@@ -29,9 +29,6 @@ from ..base.scoped import set_entries
 #
 # The order of events is kept. Only the queue's thread calls `send`.
 #
-# Used here: `set_entries(undo, d, **new)` sets entries of the dict `d` until the `ExitStack` `undo`
-# closes.
-
 class Backlog:
     """Events that wait until they are sent, without those that later ones make invisible. The queue
     calls it under its lock. A record of a logger stays: its handler may write to a file. Of others,

@@ -24,9 +24,7 @@ from .reducers import reduces
 #                                          pickled by name before it (`Pickler.named`)
 #     each rank    loading them            sets what differs, and gives None in their place
 #
-# No function here is a collective. Used here:
-#   Pickler.named           a list of what was pickled by name
-#   kind(o)                 reads and sets the variables of a module, class or function by name
+# No function here is a collective.
 
 # Their settings belong to a process, or are sent by others: those of output by `output`
 _LEFT_OUT = {*sys.stdlib_module_names,'torch','numpy','pandas','fastddp','cloudpickle','IPython',

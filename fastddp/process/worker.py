@@ -36,18 +36,6 @@ from .helper import end_forks_with_parent, end_with_parent
 # The notebook's end is `process.workers`. A task is user code: it is unpickled, and runs, in the
 # main thread alone, inside the `try` of `_run_task`.
 #
-# Used here:
-#   Block(fd=None)          shared memory for one payload; `write(payload)` -> `Packed`, which says
-#                           where the buffers are, `read(packed)` -> the buffers, without a copy.
-#                           `lend()` -> a descriptor for a reader; until that has closed it,
-#                           `is_lent()` is True, and the block must not be written to
-#   attr_of(module, name)   imports the module, and returns its attribute
-#   failure_of(exc, ...)    the `Failure` that describes an exception, with its traceback as text
-#   end_fork(exc)           ends a process that isn't the worker, but a fork of it
-#   board.page_folder       the folder for the page of shared memory on which ranks meet
-#   end_with_parent()       has Linux kill this process when the thread that started it ends
-#   in_bad_fork()           True if the helper had used CUDA before it forked this process
-
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
 
 class Surroundings(NamedTuple):
@@ -118,7 +106,7 @@ class Pipe:
         data = cloudpickle.dumps(msg, protocol=5)
         if len(data) >= 1<<32:
             raise CantDistribute(f"An object has a pickle of {len(data)/2**30:.1f} GB, more than "
-                                 "the 4 GB that can be sent. Tensors and arrays are sent beside it.")
+                                 "the 4 GB that can be sent. Tensors and arrays go beside it.")
         head = _HEAD.pack(_MAGIC, fd is not None, len(data))
         with self._send_lock:
             if fd is None: sent = self.sock.sendmsg([head, data])

@@ -22,13 +22,6 @@ from .same_model import first_of
 
 # The sections: graphs and parameters, `average_grads`, `Passes`, options of DDP, `Overlapped`.
 #
-# Used here:
-#   group.average_(tensors)     sets them to their mean over ranks. A collective
-#   group.all_sum(values)       the sums over ranks of a list of numbers. A collective
-#   until_context_released(loss)    around a pass under DDP: waits for gloo's threads, see there
-#   loss_module(loss_func)      the module of a loss function, or None
-#   with_attrs(o, k=v)          context manager that sets attributes, and restores them
-#
 # A backward pass that training code runs on a rank, and the meetings and collective operations that
 # belong to it, in order. The caller, `fastai2.step` or `fastai1.callbacks`, holds the meetings, and
 # gives them to `Passes` as the functions `begin` and `agree`.

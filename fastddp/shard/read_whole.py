@@ -17,13 +17,6 @@ from .sharded import (
 from .trees import is_list_of_items, map_tensors, parts_of, tensors_in
 
 # %% ../../nbs/shard/305_read_whole.ipynb #7cf2376d
-# Used here, all of `shard.sharded`:
-#   Sharded             `__iter__` yields `_iter_shard`, or in a callback's own loop `other_loop`
-#   iterate_original    yields the batches of the user's loader, drawn from the common streams
-#   one_iteration       makes the `Epoch` of a loop; `note_step` counts its next `Step`
-#   pad_shard           the items that a rank feeds its model, at least two
-# Nothing here is a collective.
-
 class ReadsAround(Sharded):
     """Base of loaders that iterate over the original. Such a loader is no clone: it has `_shard`,
     `counts` and `idxs`, and all other attributes are those of the original"""

@@ -34,11 +34,6 @@ from .trees import as_plain, map_tensors
 # One collective: at the beginning of an epoch `Sharded` has the ranks agree on its order
 # (`agree_on_order`). Each has drawn it by itself, from streams that are the same on all ranks.
 #
-# Used here:
-#   common     a `CommonRNG`: inside `with common:`, the global random streams are those that all
-#              ranks have in common. All ranks must draw the same numbers there
-# Subclasses of `Sharded`: `ShardedDL` and `Undivided` (`fastai2.loaders`), and `ShardedTorch`
-# (`shard.torch_loader`). `Undivided` yields whole batches, and has an `_iter_shard` of its own.
 
 # %% ../../nbs/shard/301_sharded.ipynb #40609714
 # The arithmetic of batches and shards

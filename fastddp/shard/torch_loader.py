@@ -23,15 +23,6 @@ from .sharded import (
 #                                                             in `common`, and makes the steps
 # Nothing here is a collective.
 #
-# Used here:
-#   Sharded                 calls `_begin` and then `_batches` in each epoch; its docstring has all
-#   Shard.steps(batches)    yields this rank's `Step`s of the global `batches`. Of a `Step`, `items`
-#                           are what the rank feeds its model
-#   Shard.epoch             the current `Epoch`; `Sharded` set it before it called `_batches`
-#   iterate_original(it, common)    yields all that `it` yields, and takes each in `common`
-#   clone_loader(dl, res)   copies all attributes of `dl` to `res`
-#   draw_seed(generator)    draws a number, as torch does there, and drops it
-#   report_errors(init)     a `worker_init_fn` that calls `init`
 def is_stream(dl):
     "True if the dataset of the torch loader `dl` has no indices and can only be iterated"
     return isinstance(dl.dataset, IterableDataset)

@@ -224,7 +224,8 @@ def test_a_callback_that_failed_is_exchanged(how, rank, capsys):
     cell = dict(Callback=Callback, __name__='__main__', group=group)
     exec(BUGGY if rank is None else BUGGY.replace('== 1:', f'== 1 and group.rank() == {rank}:'), cell)
     learn = make_learner(cbs=[cell['Sums'](), Counts()])
-    with pytest.raises(RankRaised, match=r'a bug[\s\S]*learn.remove_cb\(learn.sums\)'): learn.distrib_fit(3, nprocs=2, timeout=40)
+    with pytest.raises(RankRaised, match=r'a bug[\s\S]*learn.remove_cb\(learn.sums\)'):
+        learn.distrib_fit(3, nprocs=2, timeout=40)
     failed, counts = learn.sums, learn.counts
     exec(MENDED, cell)
     learn.remove_cb(failed)
