@@ -21,7 +21,7 @@ from .kinds import (
 from .pickling import (
     CellLoader, Payload, RankPickler, Unpickler, memory_of, no_collection, without_frames)
 from .places import Places
-from .reducers import ZEROS, set_gradient_and_hooks
+from .reducers import ZEROS, number_hooks_from, set_gradient_and_hooks
 
 # %% ../../nbs/payload/108_changes.ipynb #4bc7604e
 class _Note(NamedTuple):
@@ -563,8 +563,7 @@ def apply(
     "Make the changes in this process's objects, and return an `Applied`"
     message = Message(*pickle.loads(meta))
     pieces,bytes_of = message.pieces,message.bytes
-    next_id = message.next_hook
-    RemovableHandle.next_id = max(RemovableHandle.next_id, next_id)
+    number_hooks_from(message.next_hook)
     n = min((b.buffer for b in bytes_of), default=len(buffers))
     with no_collection():
         reader = _Reader([bytearray(b) for b in buffers[:n]], places, device)

@@ -89,6 +89,13 @@ def set_gradient_and_hooks(t, more):
         if k == 'grad': v = torch.zeros_like(t) if isinstance(v, str) else v
         setattr(t, k, v)
 
+class NextHook:
+    """The number that torch gives to a process's next hook. Where it is loaded, no new hook takes
+    the place of one that came along"""
+    def __reduce__(self): return number_hooks_from, (RemovableHandle.next_id,)
+
+def number_hooks_from(n): RemovableHandle.next_id = max(RemovableHandle.next_id, n)
+
 def load_sparse(layout, data):
     "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
     if layout is not torch.sparse_coo:

@@ -14,6 +14,7 @@ from .blame import not_picklable
 from .columns import ColumnCache
 from .patches import collect_patches
 from .pickling import dump, without_frames
+from .reducers import NextHook
 from .settings import Settings
 
 # %% ../../nbs/payload/111_sending.ipynb #57c97064
@@ -50,7 +51,7 @@ def dump_with_patches(
     "As `dump_or_blame`, with the notebook's patches, which a worker installs before it loads `obj`"
     patches = collect_patches()
     roots = roots | patches.roots()
-    obj = dict(patches=patches, **obj)
+    obj = dict(patches=patches, next_hook=NextHook(), **obj)
     if not with_settings: return dump_or_blame(obj, roots, **kwargs)
     settings = Settings()
     obj = dict(obj, settings=settings)

@@ -325,16 +325,16 @@ class MidValidation(Callback):
 
 
 def test_a_validation_within_a_validation(two):
-    "It is this rank's, of all batches; the metrics of the outer one go on as if it had not been"
+    "It is this rank's, of all batches, and the outer one goes on as in one process"
     def make(): return learner(valid=32, bs=8, metrics=[accuracy, F1Score(average='macro')])
     learn, one = make(), make()
     for o, fit, cbs in ((learn, functools.partial(learn.distrib_fit, nprocs=2, launcher=two, batch='global'),
-                         [MidValidation()]), (one, one.fit, [])):
+                         [MidValidation()]), (one, one.fit, [MidValidation()])):
         seed(1)
         fit(2, cbs=cbs)
-        drop_times(o)
-    for row, own in zip(learn.recorder.values, one.recorder.values, strict=True):
-        np.testing.assert_allclose([*row], [*own], rtol=1e-5)
+    # the inner one begins a row anew, and its time comes into the middle
+    numbers = [[[v for v in row if not isinstance(v, str)] for row in o.recorder.values] for o in (learn, one)]
+    for row, own in zip(*numbers, strict=True): np.testing.assert_allclose(row, own, rtol=1e-5)
 
 
 class SeesItems(torch.nn.Module):
