@@ -44,9 +44,27 @@ def left_out(items, name, choose):
     return [o for test in tests.values() for o in test if o not in chosen]
 
 
+# Files of which `make test` takes one test in two, or in three: their tests start workers, or train for seconds, and
+# hold siblings of one promise. All of them run in `make test-full`
+ONE_IN = {2: '''comes_back/test_comes_back comes_back/test_objects comes_back/test_resume launch/test_background
+    launch/test_caller launch/test_ranch apps/test_callbacks faults/test_hangs faults/test_bad_minute payload/test_shapes
+    same_answer/test_as_reported same_answer/test_on_device same_answer/test_step simulated_gpu/test_fits
+    simulated_gpu/test_state test_inference''',
+    3: '''same_answer/test_any_loss same_answer/test_as_written same_answer/test_check same_answer/test_decisions
+    same_answer/test_drift same_answer/test_inside_a_fit same_answer/test_lock_step same_answer/test_metrics
+    same_answer/test_parity same_answer/test_three_kinds same_answer/test_trials same_answer/test_whole_fits'''}
+
+
+def all_but_one_in(items, ns):
+    "Those of `items`, by file, that aren't the first of `n`; `ns` maps a file to its `n`"
+    files = {}
+    for o in items: files.setdefault('/'.join(o.path.with_suffix('').parts[-2:]).removeprefix('tests/'), []).append(o)
+    return [o for k, of_file in files.items() for i, o in enumerate(of_file) if i % ns.get(k, 1)]
+
+
 def all_but_a_spread(items):
-    "Those of `items` that are marked so, and not chosen"
-    left = left_out(items, 'spread', spread)
-    shown = {*items} - {*left}
-    shown = [o for o in items if o in shown and not o.get_closest_marker('full')]
-    return left + left_out(shown, 'few', evenly)
+    "Those of `items` that `make test` leaves out"
+    def short(left): return [o for o in items if o not in left and not o.get_closest_marker('full')]
+    left = {*left_out(items, 'spread', spread)}
+    left |= {*left_out(short(left), 'few', evenly)}
+    return left | {*all_but_one_in(short(left), {k: n for n, files in ONE_IN.items() for k in files.split()})}
