@@ -14,7 +14,7 @@ import torch
 from fastai import basic_train
 from fastai.callback import Callback
 from fastai.core import is_listy
-from fastcore.basics import patch, store_attr
+from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.board import group_board

@@ -29,7 +29,6 @@ from ..base.rng import CommonRNG
 from .step import StepSync
 from .events import runs_user_code
 from .learner import OPTIONS
-from ..base.scoped import with_attrs
 from .snapshot import copy_of, left_out
 from ..output.replay import suppress_lines
 from ..payload.places import Places

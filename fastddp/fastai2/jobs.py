@@ -15,7 +15,7 @@ import torch
 from fastai.callback.core import CancelEpochException, CancelFitException
 from fastai.callback.progress import ProgressCallback
 from fastai.data.load import DataLoader
-from fastcore.basics import noop, store_attr
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import OutOfMemory, device_module

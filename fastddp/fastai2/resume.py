@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
 import contextvars, warnings, weakref
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
 import ctypes, gc, os, signal, sys, threading, time
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
 from fastcore.basics import noop, store_attr

@@ -12,7 +12,7 @@ from collections import deque
 import cloudpickle
 
 from .kinds import (
-    CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
+    DICT, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 def members(o, left_out=frozenset()):

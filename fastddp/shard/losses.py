@@ -6,8 +6,6 @@
 __all__ = []
 
 # %% ../../nbs/shard/314_losses.ipynb #58148ca2
-import torch
-
 from ..base import group
 from ..base.device import is_out_of_memory
 from ..base.errors import CantDistribute
