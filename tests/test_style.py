@@ -155,5 +155,17 @@ def test_a_hidden_name_is_noticed(source):
     assert hidden(source+method) == {'a'} and not hidden(method) and not hidden(source)
 
 
+def patched_classes(source):
+    "The names of the classes to which a module adds methods with `@patch`"
+    return {ast.unparse(o.args.args[0].annotation) for o in ast.parse(source).body
+            if isinstance(o, ast.FunctionDef) and any(map(is_patch, o.decorator_list))}
+
+
+def test_classes_of_ours_are_written_whole():
+    ours = {o.name for path in OURS for o in ast.walk(ast.parse(read(path))) if isinstance(o, ast.ClassDef)}
+    patched = set().union(*(patched_classes(read(o)) for o in OURS))
+    assert patched == {'Learner'} and 'Monitor' in ours and not patched & ours
+
+
 def test_there_is_something_to_look_at():
     assert len(OURS) > 50 and len(OTHERS) > 70 and len(NOTEBOOKS) > 60
