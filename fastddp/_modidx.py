@@ -1764,6 +1764,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor.Monitor._death': ( 'launch/monitor.html#monitor._death',
                                                                                    'fastddp/launch/monitor.py'),
+                                        'fastddp.launch.monitor.Monitor._expects_more': ( 'launch/monitor.html#monitor._expects_more',
+                                                                                          'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor.Monitor._failed_alike': ( 'launch/monitor.html#monitor._failed_alike',
                                                                                           'fastddp/launch/monitor.py'),
                                         'fastddp.launch.monitor.Monitor._failure': ( 'launch/monitor.html#monitor._failure',

@@ -113,7 +113,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     return obj['learn']
 
 # %% ../../nbs/fastai1/801_snapshot.ipynb #1db7e88d
-def _of_user(v, holder):
+def _of_user(v, holder=None):
     "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
     if isinstance(v, DeviceDataLoader): return own_loader(v)
     if isinstance(v, Sharded): return original(v)

@@ -221,11 +221,12 @@ class Monitor:
                    +(f"; the fit ends after {limit:.0f} s." if limit else "."))
     def _failure(self):
         """Return the exception for the first failure. The ranks that still run get .5 s to report
-        theirs, and 3 s if all failures so far are echoes of another one"""
-        died = self.ends['died']
-        def has_cause(): return bool(died) or not all(map(is_echo, self._failures()))
+        theirs, and up to 3 s if that is worth it"""
         start = monotonic()
-        while self.running_ranks and monotonic()-start < (.5 if has_cause() else 3.): self._turn()
+        while self.running_ranks and (waited := monotonic()-start) < 3.:
+            if waited > .5 and not self._expects_more(): break
+            self._turn()
+        died = self.ends['died']
         failed = first_failure(self._failures())
         # all ended as they were asked to, some of them by a KeyboardInterrupt
         if not (failed or died): return KeyboardInterrupt()
@@ -237,6 +238,13 @@ class Monitor:
         else: err = self._raised(*failed)
         err.others = tuple(map(str, failed if is_by_death else failed[1:]))
         return err
+    def _expects_more(self):
+        """Return True if all failures so far are echoes of another one, or if ranks of a group that
+        still run may raise the same: they don't wait at the board for a rank that has ended"""
+        if self.ends['died']: return False
+        if all(map(is_echo, self._failures())): return True
+        awaited = {b.waits_for for b in self._beats().values()}
+        return self.engine.backend != '' and not awaited.isdisjoint([-1, *self.running_ranks])
     def _death(self, r, code):
         "Return the exception for the death of rank `r`"
         where = self._beat(r).where or _BEFORE

@@ -235,7 +235,7 @@ def test_a_slow_callback_of_one_rank_is_named(two):
     learn = make_learner(cbs=Sleeps(.1))
     with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, nprocs=2, launcher=two)
     r = learn.distrib_report
-    assert 'into Sleeps' in r.advice[0].text
+    assert any('into Sleeps' in o.text for o in r.advice)
     assert r.ranks[0]['callbacks']['Sleeps'] > .5 and r.ranks[1]['waits']['callbacks'] > .4
 
 
