@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/001_failure.ipynb #f77efc78
-import linecache, os, re, reprlib, sys, sysconfig, time, traceback
+import functools, linecache, os, re, reprlib, sys, sysconfig, time, traceback
 from types import ModuleType, TracebackType
 from typing import NamedTuple
 
@@ -133,12 +133,15 @@ _LIBRARY = [os.path.realpath(sysconfig.get_paths()[k]) for k in ('stdlib','purel
 if '__file__' in globals():
     _LIBRARY.append(os.path.dirname(os.path.dirname(os.path.realpath(__file__))))
 
+@functools.cache
+def _is_of_library(folder):
+    path = os.path.realpath(folder)+os.sep
+    return any(path.startswith(o+os.sep) for o in _LIBRARY) or 'site-packages' in path.split(os.sep)
+
 def is_user_file(file):
     "True if `file` is a cell, or a script or module of the user"
     if file.startswith('<frozen') or file == '<string>': return False
-    path = os.path.realpath(file)
-    in_library = any(path.startswith(o+os.sep) for o in _LIBRARY)
-    return not (in_library or 'site-packages' in path.split(os.sep))
+    return not _is_of_library(os.path.dirname(os.path.abspath(file)))
 
 # %% ../../nbs/base/001_failure.ipynb #3ece4c31
 def user_lines(

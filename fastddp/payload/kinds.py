@@ -136,15 +136,15 @@ class Class(Attributes):
         for k,v in new.items(): type.__setattr__(cls, k, v)
         for k in gone: k in vars(cls) and type.__delattr__(cls, k)
 
-@functools.lru_cache(1)
-def _libraries(n_modules):
-    "Return the variables of all modules that aren't the user's; anew after an import"
-    modules = [m for k,m in sys.modules.copy().items() if k not in ('__main__','__mp_main__')]
-    return [vars(m) for m in modules if hasattr(m, '__dict__') and not is_own_module(m)]
+@functools.lru_cache(10_000)
+def _libraries_with(name, n_modules):
+    "Return the variables of the modules that have one of this name, without the user's modules"
+    return [vars(m) for k,m in sys.modules.copy().items() if k not in ('__main__','__mp_main__')
+            and name in getattr(m, '__dict__', ()) and not is_own_module(m)]
 
 def _is_imported(name, v):
     "True for an object that a module has from a library, where it has the same name"
-    return any(variables.get(name) is v for variables in _libraries(len(sys.modules)))
+    return any(o.get(name) is v for o in _libraries_with(name, len(sys.modules)))
 
 class Module(Attributes):
     "The variables of a module of the user's"

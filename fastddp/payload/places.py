@@ -12,11 +12,13 @@ from collections import deque
 import cloudpickle
 
 from .kinds import (
-    DICT, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
+    DICT, LONG, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 def members(o, left_out=frozenset()):
     "Yield `(name, object)` for what an object refers to"
+    k = kind(o)
+    if k is LONG: return
     if isinstance(o, (tuple,list,deque)): yield from enumerate(o)
     if isinstance(o, types.MethodType): yield from (('self',o.__self__), ('func',o.__func__))
     elif isinstance(o, types.BuiltinFunctionType): yield 'self',o.__self__
@@ -31,7 +33,6 @@ def members(o, left_out=frozenset()):
     if isinstance(o, (type,types.FunctionType)):
         module = sys.modules.get(o.__module__)
         if is_own_module(module): yield 'module',module
-    k = kind(o)
     if not hasattr(k, 'attrs'):
         if k in (STATE,OPAQUE): yield from attributes(o).items()
         return
