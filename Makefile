@@ -1,6 +1,6 @@
 # Everything that is done here, by name. Each target makes its own environment in .venv if it is not there yet.
 #   make demo      run the lesson in a real Jupyter kernel, on all GPUs or on 2 CPU workers
-#   make test      what a change is likely to break: tests and notebooks, in ten minutes on two cores
+#   make test      what a change is likely to break: tests and notebooks, in nine minutes on two cores
 #   make test-changed  the notebooks and tests that a change touches (BASE=rev: since then)
 #   make test-all  all there is, one part after the other, and a page of what came out (PARTS="full v1": these)
 #   make test-full  all tests and all notebooks, the long ones, too
@@ -56,10 +56,13 @@ JOBS ?= 4
 SELECT ?= -m 'not full'
 side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),--junitxml='$(REPORT)')
 
+# What fails beside three other files may have waited too long for a core: it is tried again, alone. Both runs are shown
+once_more = { echo 'What has failed, once more, alone:'; $(1) $(SELECT) --last-failed --last-failed-no-failures none; }
+
 # The device of tests/simulated_gpu is compiled first: beside the tests it would take longer than a test may
 test: venv
 	-@PYTHONPATH=tests $(PY) -m simulated_gpu.build > /dev/null
-	@$(PY) -m pytest tests $(SELECT) $(side_by_side)
+	@$(PY) -m pytest tests $(SELECT) $(side_by_side) || $(call once_more,$(PY) -m pytest tests)
 
 size: venv
 	@$(PY) tools/size.py --folders --fit
@@ -81,7 +84,8 @@ test-all: venv
 # fastai 1.0.61 asks for libraries that no longer exist, so it goes in without its requirements.
 V1 ?= .venv-v1
 test-v1: $(V1)/.installed
-	@PYTHONPATH='$(CURDIR)' $(V1)/bin/python -m pytest tests/v1 $(SELECT) $(side_by_side)
+	@export PYTHONPATH='$(CURDIR)'; $(V1)/bin/python -m pytest tests/v1 $(SELECT) $(side_by_side) || \
+		$(call once_more,$(V1)/bin/python -m pytest tests/v1)
 
 $(V1)/.installed: tests/v1/constraints.txt
 	@test -x $(V1)/bin/python || $(PYTHON) -m venv --clear $(V1)

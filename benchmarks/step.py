@@ -92,10 +92,10 @@ def meet_row(name):
 
 class ClockCost(Callback):
     "Notes what the clock of `learn.distrib_report` costs in a step: how often it is called, times what a call takes"
-    CALLS = dict(enter=lambda cb: (cb.learn,), lap=lambda cb: ('other',), leave=lambda cb: ('after_batch',),
+    CALLS = dict(enter=lambda cb: ('after_batch', cb.learn), lap=lambda cb: ('other',), leave=lambda cb: ('after_batch',),
                  begin_meeting=lambda cb: (), end_meeting=lambda cb: ([(0., 0.)]*2,))
     def before_fit(self):
-        self.calls, clock = dict.fromkeys(self.CALLS, 0), self.learn._call_one.clock
+        self.calls, clock = dict.fromkeys(self.CALLS, 0), self.learn._call_one.together.clock
         def counted(name, real):
             def call(*args):
                 self.calls[name] += 1
@@ -103,7 +103,7 @@ class ClockCost(Callback):
             return call
         for name in self.CALLS: setattr(clock, name, counted(name, getattr(clock, name)))
     def after_fit(self):
-        clock, steps, self.seconds = self.learn._call_one.clock, 2*len(self.dls.train), 0.
+        clock, steps, self.seconds = self.learn._call_one.together.clock, 2*len(self.dls.train), 0.
         for name in self.CALLS: vars(clock).pop(name)
         depth = clock.depth
         for name, args in self.CALLS.items():
