@@ -112,6 +112,10 @@ class FitCall(Call):
     def retry_text(self): return f"Going on with epoch {self.first_epoch or 0}"
     def describe_learner(self):
         "Return what the learner holds, as the end of a sentence that begins with 'learn'"
+        recorder = getattr(self.learn, 'recorder', None)
+        has_trained = recorder is None or getattr(recorder, 'losses', ())
+        if self.stopped_in_epoch and not has_trained:
+            return "has trained no batch; learn.distrib_resume() begins the fit again."
         if self.stopped_in_epoch:
             return ("holds the last finished batch; learn.distrib_resume() begins with the first "
                     f"batch of epoch {self.learn.epoch}.")
