@@ -34,7 +34,7 @@ class Played:
 
 def monitor(workers, **kwargs):
     local = SimpleNamespace(**dict(workers=workers, see=(0,), see_load=None, live=True, interrupt_grace=1.,
-                                   timeout=None) | kwargs)
+                                   backend=None, timeout=None) | kwargs)
     return Monitor(local, lambda *_: None, Interrupts())
 
 
