@@ -68,7 +68,7 @@ MAX_NUMBERS = 24    # that a rank can bring to a meeting
 # A record of the board: the number of the meeting, then the rank's numbers. A page has two of them
 # for each rank.
 _RECORD = f'=q{MAX_NUMBERS}d'
-_REPORT_AFTER = .4 # seconds of waiting after which `on_wait` is called
+_REPORT_AFTER = .4  # seconds of waiting after which `on_wait` is called
 _LIMIT = 1800.      # seconds to wait for other ranks where no notebook watches over them
 _MIN_SLEEP,_MAX_SLEEP = 5e-5,5e-3   # seconds between two looks at the page
 # `on_wait(rank)` is called while this rank waits for `rank`, and `on_wait(-1)` at the wait's end.

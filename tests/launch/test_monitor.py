@@ -42,6 +42,23 @@ def failed(rank, kind='ValueError', message='', frames=(('cell.py', 1, 'f'),)):
     return rank, 'failed', Failure(rank, kind, message, '', frames, '', 1.)
 
 
+class Late(Played):
+    "Rank 0 fails, too, after .8 s"
+    def poll(self, timeout):
+        if self.silent != 80: return super().poll(timeout)
+        self.silent += 1
+        return [failed(0)]
+
+
+@pytest.mark.parametrize('waits_for', [-1, 1])
+def test_what_another_rank_may_raise_is_waited_for(tmp_path, waits_for):
+    "But not while it waits at the board for the one that has failed"
+    workers = Late(tmp_path, [failed(1)])
+    workers.beats[0] = Heartbeat(waits_for=waits_for)
+    with pytest.raises(RankRaised) as e: monitor(workers).wait()
+    assert len(e.value.others) == (waits_for == -1)
+
+
 def test_a_rank_that_failed_and_then_died_has_failed(tmp_path):
     with pytest.raises(RankRaised, match='ValueError: no'):
         monitor(Played(tmp_path, [failed(0, message='no'), (0, 'died', -11)])).wait()
