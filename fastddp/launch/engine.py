@@ -127,7 +127,8 @@ class Launcher:
 @contextlib.contextmanager
 def _group_of_one(device):
     "Inside, this process is rank 0 of 1"
-    as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None)
+    as_it_was = environment(GLOO_SOCKET_IFNAME=None, NCCL_SOCKET_IFNAME=None,
+                            TORCH_NCCL_RETHROW_CUDA_ERRORS=None)
     with private_folder() as d, as_it_was:
         group.join(os.path.join(d, 'rendezvous'), 0, 1, group.backend_for(device), device)
         try: yield
