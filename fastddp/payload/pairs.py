@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/101_pairs.ipynb #d980edf2
-import functools, re, sys
+import csv, functools, importlib, locale, re, sys
 from contextlib import suppress
 from operator import attrgetter
 from typing import NamedTuple
@@ -60,6 +60,14 @@ _ATTENTION = 'flash_sdp','mem_efficient_sdp','math_sdp','cudnn_sdp'
 def _plain_options():
     return {k:v for k,v in np.get_printoptions().items() if k not in ('formatter','override_repr')}
 
+_allowed = []       # what this worker could load before the notebook's
+
+def _allow(classes):
+    "Have `torch.load` accept these, and what libraries have registered in this worker"
+    _allowed[:] = _allowed or torch.serialization.get_safe_globals()
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals([*_allowed, *classes])
+
 _BY_HAND = {
     'torch.use_deterministic_algorithms': Setting(
         lambda: (torch.are_deterministic_algorithms_enabled(),
@@ -74,6 +82,11 @@ _BY_HAND = {
     **{f'torch.backends.{k}': _attr(k) for k in _BACKENDS},
     **{f'torch.backends.cuda.enable_{k}': _switch(k) for k in _ATTENTION},
     'numpy.set_printoptions': Setting(_plain_options, lambda v: np.set_printoptions(**v)),
+    'torch.serialization.add_safe_globals': Setting(
+        lambda: sorted(torch.serialization.get_safe_globals(), key=repr), _allow),
+    'csv.field_size_limit': Setting(csv.field_size_limit, csv.field_size_limit),
+    'locale.setlocale': Setting(lambda: locale.setlocale(locale.LC_ALL),
+                                lambda v: locale.setlocale(locale.LC_ALL, v)),
     'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v))}
 
 # %% ../../nbs/payload/101_pairs.ipynb #ae2622c3
@@ -99,11 +112,26 @@ def _rc():
     own = dict(dict.items(_lib('matplotlib').rcParams))
     return {k:v for k,v in own.items() if not _OF_SCREENS.match(k)}
 
+def _compiler(module):
+    "The options of one of torch's compilers that have been set, as a `Setting`"
+    before = {}     # option -> its value in this worker before the notebook's
+    def read():
+        config = sys.modules.get(module)
+        if config is None: return {}
+        return {k:v for k,v in config.get_config_copy().items() if not config._is_default(k)}
+    def write(options):
+        # a worker may not have compiled anything yet
+        config = importlib.import_module(module)
+        for k in options: before.setdefault(k, getattr(config, k))
+        config.load_config({**before, **options})
+    return Setting(read, write)
+
 _BY_HAND.update({
     'sklearn.set_config': Setting(lambda: _lib('sklearn').get_config(),
                                   lambda v: _lib('sklearn').set_config(**v)),
     'pandas.set_option': Setting(_pandas, _set_pandas),
-    'matplotlib.rcParams': Setting(_rc, lambda v: _lib('matplotlib').rcParams.update(v))})
+    'matplotlib.rcParams': Setting(_rc, lambda v: _lib('matplotlib').rcParams.update(v)),
+    **{k:_compiler(k) for k in ('torch._dynamo.config','torch._inductor.config')}})
 
 # %% ../../nbs/payload/101_pairs.ipynb #34cb4f71
 @functools.cache

@@ -1,6 +1,6 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
-import codecs, collections, collections.abc, decimal, functools, io, os, ssl, subprocess, sys
-import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch
+import codecs, collections, collections.abc, csv, decimal, functools, io, os, ssl, subprocess, sys
+import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch, torch._dynamo
 from fastai.callback.core import Callback
 from fastddp.all import *
 from PIL import Image, ImageFile, PngImagePlugin
@@ -58,6 +58,11 @@ ATTRIBUTES = {
     'another function': (ssl, '_create_default_https_context', ssl._create_unverified_context,
                          "__import__('ssl')._create_default_https_context.__name__")}
 
+def allow(classes):
+    torch.serialization.clear_safe_globals()
+    torch.serialization.add_safe_globals(classes)
+
+
 # what it is -> (read, write, value, probe)
 PAIRS = {
     'sklearn': (lambda: sklearn.get_config()['transform_output'], lambda v: sklearn.set_config(transform_output=v),
@@ -77,7 +82,13 @@ PAIRS = {
     'distributions': (lambda: Distribution._validate_args, Distribution.set_default_validate_args, False,
                       "__import__('torch.distributions').distributions.Distribution._validate_args"),
     'sharing': (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy, 'file_system',
-                "__import__('torch').multiprocessing.get_sharing_strategy()")}
+                "__import__('torch').multiprocessing.get_sharing_strategy()"),
+    'the compiler': (lambda: torch._dynamo.config.suppress_errors,
+                     lambda v: setattr(torch._dynamo.config, 'suppress_errors', v), True,
+                     "__import__('torch._dynamo')._dynamo.config.suppress_errors"),
+    'csv': (csv.field_size_limit, csv.field_size_limit, 10**7, "__import__('csv').field_size_limit()"),
+    'safe globals': (torch.serialization.get_safe_globals, allow, [Image.Image],
+                     "any(o.__name__ == 'Image' for o in __import__('torch').serialization.get_safe_globals())")}
 PROBES = {k: v[-1] for k, v in {**ATTRIBUTES, **PAIRS}.items()}
 
 
