@@ -20,6 +20,7 @@
 #   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
 #   make modules   render docs/modules.md, the table of modules, from the notebooks
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
+#   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether `make test` notices
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
 #   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root); brings Ray
@@ -45,7 +46,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-mutants test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -145,6 +146,11 @@ test-next:
 		torch torchvision fastai -e '.[dev]'
 	@$(NEXT)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|fastai|fastcore|ipython|numpy) '
 	@$(NEXT)/bin/python -m pytest tests $(SELECT) --ignore=tests/v1 --ignore=tests/test_browser.py $(side_by_side)
+
+N ?= 10
+SEED ?= 0
+test-mutants: venv
+	@$(PY) tools/mutate.py $(N) $(SEED)
 
 test-faults: venv
 	@$(PY) -m pytest tests/faults $(side_by_side)
