@@ -90,7 +90,7 @@ class Pace(Callback):
     def after_batch(self):
         now = time.perf_counter()
         clock = self.learn._call_one.together.clock
-        waited = clock.seconds['data']+clock.ranks.seconds['data']
+        waited = clock.seconds['data']+clock.waits['data']
         self.done += 1
         if self.done <= _N_WARM_UP:
             self.began = now
