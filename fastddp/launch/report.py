@@ -20,7 +20,7 @@ from ..base.device import accelerator_type, binds_to_numa, visible_cores
 #   Report: end_phase, add_results  in a call and at its end; `phase_ends` also gets those of rank 0
 #   summary_line, advice_line       after it; later the user reads `learn.distrib_report`
 #
-# An `Advice` comes from a table for each group of causes, computed with the numbers in `FitNumbers`.
+# An `Advice` is a row of a table of causes, which is computed with the numbers in `FitNumbers`.
 # Their limits (a half, .8, 1.5 ...) are rules of thumb: they choose the sentence shown, if any.
 
 class Advice(NamedTuple):
