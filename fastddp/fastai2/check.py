@@ -14,13 +14,11 @@ import torch
 from fastai.callback.core import Callback, CancelTrainException, _inner_loop
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import nn
 
 from ..base import group
 from ..launch.options import refuse_in_launched_group
-from ..launch.report import Bold, Shown
 from ..launch.training import is_kind, is_rank0_only
 from .batch import part_of
 from .loaders import is_lm, lay_out, why_whole, with_loaders
@@ -30,6 +28,7 @@ from .events import runs_user_code
 from .learner import OPTIONS
 from .snapshot import copy_of, left_out
 from ..output.replay import suppress_lines
+from ..output.tables import Bold, Shown
 from ..payload.places import Places
 from ..shard.trees import tensors_in
 
@@ -65,6 +64,7 @@ class Answer(Shown, list):
     # What a worker said of itself in the report, see `numbers_of`
     loss = ''           # How the losses of workers make that of the batch, in words
     averaged = False    # True if a loss is averaged over workers
+    order_differed = False      # True if workers have drawn different orders
     on_gpu = False
     reasons = {}        # Name -> `Reason`: what is expected to differ
     without = None      # The `Answer` of the second comparison, without reasons that were removed
@@ -81,6 +81,12 @@ class Answer(Shown, list):
         return [Bold(self.verdict), rows, f"loss: {self.loss}", *reasons]
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
+def _sums(t):
+    "Return sums over a batch: they change if an item is flipped, not if zeros are beside it"
+    sides = [t.transpose(1, d) for d in range(1, t.dim())]
+    neighbours = sum((o[:,:-1]*o[:,1:]**2).sum() for o in sides)
+    return torch.tensor([t.sum(), t.square().sum(), neighbours])
+
 class NoteSteps(Callback):
     "Record batches, losses and gradients of the first training steps, and end training after them"
     order = 52      # after the Recorder
@@ -89,15 +95,12 @@ class NoteSteps(Callback):
     def before_fit(self):
         self.losses = []        # a number for each step
         self.grads = []         # `[sum, norm]` for each parameter in each step
-        # for each step the sum and the sum of squares of all numbers in the batch; until the end of
-        # training, of this rank's own items only
-        self.batches = torch.zeros(self.steps, 2, dtype=torch.float64)
+        # the sums of each step's batch; until the end of training, of this rank's own items only
+        self.batches = torch.zeros(self.steps, 3, dtype=torch.float64)
     def before_batch(self):
         # after its own items come those that a rank has borrowed
         part = part_of(self.learn, None, *self.yb, more=self.xb)
-        for t in tensors_in(part.counted()):
-            own = t.double()
-            self.batches[self.iter] += torch.tensor([own.sum(), own.square().sum()])
+        for t in tensors_in(part.counted()): self.batches[self.iter] += _sums(t.double())
     def after_backward(self):
         for p in self.model.parameters():
             grad = torch.zeros(1) if p.grad is None else p.grad.double()
@@ -126,7 +129,7 @@ def _difference(a, b, # Numbers, or nested lists of numbers
 def _found(learn,
            noted # The `NoteSteps` of its fit
 ):
-    "Return what is compared of a learner that was trained: name -> numbers, perhaps in nested lists"
+    "Return what is compared of a learner that was trained: name -> numbers, or lists of numbers"
     weights = nn.utils.parameters_to_vector(learn.model.parameters()).detach().cpu()
     # the last row of the Recorder: losses and metrics
     validation = [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
@@ -148,7 +151,7 @@ def _compare(learn, steps, tol,
     res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
                  for k,tolerance in tolerances.items())
     for said in on_workers.distrib_report.ranks[:1]:
-        res.loss,res.averaged,res.on_gpu = said['loss'],said['averaged'],said['on_gpu']
+        vars(res).update((k, said[k]) for k in ('loss','averaged','order_differed','on_gpu'))
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #4b9d02e7
@@ -201,27 +204,10 @@ class FixedBatchNorm(Callback):
 def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
 
 # %% ../../nbs/fastai2/731_check.ipynb #2bbd0ef7
-_N_LOOKS = 5    # at the same items: a transform may act on some of them only, and not each time
-
-def _augments(learn):
-    """Return True if training items change at random. Where a transform may do so, the same items
-    are made several times: a `Resize` crops at random, but not a square picture."""
+def _may_augment(learn):
+    "Return True if a transform of the training loader may change items at random"
     objects = Places(learn.dls.train, left_out).walk().objects
-    if not any(is_kind(o, ['RandTransform']) for o in objects.values()): return False
-    if not isinstance(learn.dls.train, DataLoader): return True
-    streams = CommonRNG.capture()
-    try:
-        dl = copy_of(learn).dls.train
-        dl.before_iter()
-        items = [*itertools.islice(dl.get_idxs(), dl.bs or 1)]
-        def look():
-            batch = next(iter(dl.create_batches(items)))
-            if dl.device is not None: batch = to_device(batch, dl.device)
-            return [*tensors_in(dl.after_batch(batch))]
-        first = look()
-        return any(a.shape != b.shape or not torch.equal(a, b)
-                   for _ in range(_N_LOOKS-1) for a,b in zip(first, look()))
-    finally: streams.install()
+    return any(is_kind(o, ['RandTransform']) for o in objects.values())
 
 def _no_augmentation(learn, stack):
     # transforms treat the training set as a validation set
@@ -236,25 +222,6 @@ def _batch_callbacks(learn):
 
 def _no_callbacks(learn, stack, kind):
     learn.remove_cbs([cb for cb in _batch_callbacks(learn) if type(cb) is kind])
-
-# %% ../../nbs/fastai2/731_check.ipynb #b7daa92c
-def _order(dl):
-    "Return the indices that a loader reads in an epoch"
-    if isinstance(dl, DataLoader): return list(dl.get_idxs())
-    return list(dl.sampler if dl.batch_sampler is None else dl.batch_sampler)
-
-def _orders_differ(learn):
-    """Return True if the training loader has another order in each fit, though the random streams
-    are the same: it draws from a generator of its own. A fit on workers refuses a stream that
-    does"""
-    streams = CommonRNG.capture()
-    def order():
-        streams.install()
-        return _order(copy_of(learn).dls.train)
-    try: return order() != order()
-    # a loader of the user's own kind
-    except Exception: return False
-    finally: streams.install()
 
 # %% ../../nbs/fastai2/731_check.ipynb #6aa61b6e
 def reasons_for(learn,
@@ -271,7 +238,8 @@ def reasons_for(learn,
         ('batch norm on the CPU', not answer.on_gpu and any(isinstance(m, _BN) for m in modules),
          "each worker normalizes its own part of a batch", _fix_batch_norm),
         ('dropout', _dropouts(learn.model), "each worker draws its own", _no_dropout),
-        ('augmentation', _augments(learn), "each worker draws its own", _no_augmentation),
+        ('augmentation', not answer[0].same and _may_augment(learn), "each worker draws its own",
+         _no_augmentation),
         *((f'callback {type(cb).__name__}', True,
            "it may act on what a worker sees, its part of each batch, or draw random numbers. "
            "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
@@ -285,8 +253,7 @@ def reasons_for(learn,
          "each worker pads its part to the longest item there"),
         ('buffers', any(b.is_floating_point() for b in buffers),
          "those that a forward pass changes are rank 0's, which saw its own part"),
-        # to find this one takes time
-        ('order of the loader', not answer[0].same and _orders_differ(learn),
+        ('order of the loader', answer.order_differed,
          "it is another one in each fit, in one process, too, since it is drawn from a generator "
          "of its own (such as np.random.default_rng() or random.Random()). Draw it from torch, "
          "numpy or random themselves, or give the generator a seed, to compare"),

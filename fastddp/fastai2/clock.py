@@ -239,9 +239,9 @@ def numbers_of(
     fit, # The `Fit`
     dl=None # What was validated or predicted; None: it was a fit
 ):
-    """Return what this rank says in a `Report`: the clock's `totals`; threads, loader processes and
-    cores as numbers, memory and gradients in bytes; how losses were computed. Peaks of memory are
-    those since `Context.reset_memory_peak`"""
+    """Return what this rank says in a `Report`, see `launch.report`: the clock's `totals`; threads,
+    loader processes and cores as numbers; memory and gradients in bytes; how losses were computed;
+    whether orders differed. Peaks of memory are those since `Context.reset_memory_peak`"""
     trains = dl is None
     if trains: dl = learn.dls.loaders[0]
     torch_dl = getattr(dl, 'fake_l', dl)    # where a loader of fastai's keeps torch's settings
@@ -256,7 +256,8 @@ def numbers_of(
         grads=sum(sizes.values()) if trains and n > 1 else 0,
         largest=max(sizes.items(), key=itemgetter(1), default=('', 0)),
         metrics=[_name_of(o) for o in learn.metrics],
-        loss=fit.losses.describe(), averaged=fit.losses.has_averages)
+        loss=fit.losses.describe(), averaged=fit.losses.has_averages,
+        order_differed=fit.together.order_differed)
 
 def _name_of(metric):
     "Return the name of a metric; of one that has none, such as that of a loss module, its class's"

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
-import html, math, time
+import math, time
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from ..output.replay import several
+from ..output.tables import Bar, Bold, Shown
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
 
@@ -44,7 +45,7 @@ _SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number 
 # In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
 # threads, loaders (processes), cores (its share of the machine's), sizes (the smallest and largest
 # batch, in elements per item). Also metrics (names), on_gpu, loss (how losses were computed, in
-# words), averaged (True if over ranks).
+# words), averaged (True if over ranks), order_differed (True if ranks drew different orders).
 class FitNumbers(NamedTuple):
     "The measurements of one call on the workers, from which advice is computed"
     seconds:float       # Duration of the whole call
@@ -246,91 +247,25 @@ def phase_seconds(
     return res
 
 # %% ../../nbs/launch/504_report.ipynb #0b03e985
-class Part(NamedTuple):
-    "How a bar shows one kind of a rank's time"
-    meaning:str
-    colour:str  # Visible on white and on black
+# Kind of a rank's time -> what it is, and its colour, which is visible on white and on black. In
+# this order a bar shows them
+PARTS = {'data': ("waiting for data",'#d9822b'), 'forward': ("forward",'#3f8ae0'),
+         'backward': ("backward",'#2559a8'), 'optimizer': ("optimizer",'#7fb2e8'),
+         'exchange': ("exchange of gradients",'#b04ad0'),
+         'waiting': ("waiting for other ranks",'#c94a3b'),
+         'metrics': ("metrics",'#3a9d8f'), 'callbacks': ("callbacks",'#87a330'),
+         'validation': ("validation",'#5ba3b5'), 'other': ("all else",'#8a8f98')}
 
-# Kind of time -> its `Part`, in the order in which a bar shows them
-PARTS = {'data': Part("waiting for data",'#d9822b'), 'forward': Part("forward",'#3f8ae0'),
-         'backward': Part("backward",'#2559a8'), 'optimizer': Part("optimizer",'#7fb2e8'),
-         'exchange': Part("exchange of gradients",'#b04ad0'),
-         'waiting': Part("waiting for other ranks",'#c94a3b'),
-         'metrics': Part("metrics",'#3a9d8f'), 'callbacks': Part("callbacks",'#87a330'),
-         'validation': Part("validation",'#5ba3b5'), 'other': Part("all else",'#8a8f98')}
-
-class Bars(list):
-    "For each rank: kind of time -> seconds. As HTML: two columns, ranks and bars, above a scale"
-    def text(self):
-        return [f"  rank {r}: {', '.join(f'{PARTS[k].meaning} {s:.2f} s' for k,s in bar.items())}"
-                for r,bar in enumerate(self)]
-    def html(self):
-        longest = max((sum(bar.values()) for bar in self), default=0.)
-        if not longest: return ''
-        kinds = [(k,part) for k,part in PARTS.items() if any(k in bar for bar in self)]
-        res = ['<div style="display:grid;grid-template-columns:60px 1fr;row-gap:4px">']
-        for r,bar in enumerate(self):
-            boxes = [f'<div title="{PARTS[k].meaning}: {secs:.2f} s" style="height:20px;'
-                     f'background:{PARTS[k].colour};width:{100*secs/longest:.1f}%"></div>'
-                     for k,secs in bar.items()]
-            res.append(f'<span>rank {r}</span><div style="display:flex">{"".join(boxes)}</div>')
-        ticks = [f'<span>{longest*i/4:.{longest < 10:d}f} s</span>' for i in range(5)]
-        res.append('<span></span><div style="display:flex;justify-content:space-between;'
-                   f'border-top:1px solid">{"".join(ticks)}</div></div>')
-        res += [f'<span style="color:{o.colour}">&#9632;</span> {o.meaning} &nbsp; '
-                for _,o in kinds]
-        return ''.join(res)
-
-# %% ../../nbs/launch/504_report.ipynb #5a0c0002
-class Bold(str): "A sentence that matters most"
-
-def _aligned(column):
-    "Return the cells of a column in equal width; numbers below a heading are to the right"
-    width = max(map(len, column))
-    is_number = all(o[:1].isdigit() or o in ('','-') for o in column[1:])
-    return [o.rjust(width) if is_number else o.ljust(width) for o in column]
-
-def as_text(
-    parts # Each a `str`, a list of rows, which are tuples of one length, or `Bars`
-):
-    "Return `parts` as text"
-    lines = []
-    for o in parts:
-        if isinstance(o, str): lines.append(o)
-        elif isinstance(o, Bars): lines += o.text()
-        else:
-            rows = zip(*map(_aligned, zip(*o)))
-            lines += [f"  {'  '.join(row)}".rstrip() for row in rows]
-    return '\n'.join(lines)
-
-def as_html(parts):
-    "Return what `as_text` does as HTML"
-    res = []
-    for o in parts:
-        if isinstance(o, Bars): res.append(o.html())
-        elif isinstance(o, Bold): res.append(f'<b>{html.escape(o)}</b><br>')
-        elif isinstance(o, str): res.append(f'{html.escape(o)}<br>')
-        else:
-            rows = [''.join(f'<td style="text-align:left">{html.escape(v)}</td>' for v in row)
-                    for row in o]
-            res.append(f'<table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>')
-    return f'<div style="max-width:720px;line-height:1.5">{"".join(res)}</div>'
-
-class Shown:
-    "An object that shows itself, by `parts()`"
-    def __repr__(self): return as_text(self.parts())
-    def _repr_html_(self): return as_html(self.parts())
-    __str__ = __repr__
+def bars_of(ranks):
+    "Return the table of ranks, with a bar of the seconds of each"
+    each = [r['seconds'] | dict(waiting=sum(r['waits'].values())) for r in ranks]
+    return [(f'rank {r}', Bar((meaning, secs[k], colour) for k,(meaning,colour) in PARTS.items()
+                              if secs.get(k, 0.) > 0)) for r,secs in enumerate(each)]
 
 # %% ../../nbs/launch/504_report.ipynb #5a0c0005
 def cores_of(ranks):
     "Return the number of CPU cores of all machines that the ranks run on"
     return round(sum(r['cores'] for r in ranks)) or visible_cores()
-
-def bars_of(ranks):
-    "Return the `Bars` of ranks, kinds of time in the order of `PARTS`"
-    each = [r['seconds'] | dict(waiting=sum(r['waits'].values())) for r in ranks]
-    return Bars({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0} for secs in each)
 
 def facts_of(report):
     "Return phrases about bytes that were sent, memory, and the load of the cores"
@@ -338,8 +273,8 @@ def facts_of(report):
     if report.sent_bytes: res.append(f"{format_bytes(report.sent_bytes)} sent to the workers")
     if report.state_bytes: res.append(f"{format_bytes(report.state_bytes)} of state sent back")
     if not ranks: return res
-    rank0_seconds = max(sum(bars_of(ranks)[0].values()), 1e-9)
-    busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in ranks)
+    rank0_seconds = sum(ranks[0]['seconds'].values())+sum(ranks[0]['waits'].values())
+    busy_cores = ', '.join(f"{r['cpu']/max(rank0_seconds, 1e-9):.1f}" for r in ranks)
     if grads := ranks[0]['grads']: res.append(f"{format_bytes(grads)} of gradients per step")
     res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}",
             f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"]
