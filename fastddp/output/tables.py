@@ -23,27 +23,33 @@ def _aligned(column):
     return [o.rjust(width) if is_number else o.ljust(width) for o in column]
 
 # %% ../../nbs/output/205_tables.ipynb #7ab1000a
+_BAR = 'width:600px'    # of the longest one, and of the scale below
+
 def _html_cell(cell,
     longest # Seconds of the longest bar
 ):
     if not isinstance(cell, Bar): return html.escape(str(cell))
     boxes = [f'<div title="{kind}: {secs:.2f} s" style="height:20px;background:{colour};'
              f'width:{100*secs/longest:.1f}%"></div>' for kind,secs,colour in cell]
-    return f'<div style="display:flex;width:600px">{"".join(boxes)}</div>'
+    return f'<div style="display:flex;{_BAR}">{"".join(boxes)}</div>'
 
 def _html_table(rows):
     "Return a table as HTML; with bars in its last column, it has a scale and a legend"
     bars = [row[-1] for row in rows if isinstance(row[-1], Bar)]
     longest = max((sum(secs for _,secs,_ in bar) for bar in bars), default=0.)
     cells = [[_html_cell(cell, longest) for cell in row] for row in rows]
-    legend = {kind:colour for bar in bars for kind,_,colour in bar}
-    if legend:
+    if bars:
         ticks = [f'<span>{longest*i/4:.{longest < 10:d}f} s</span>' for i in range(5)]
+        legend = {kind:colour for bar in bars for kind,_,colour in bar}
         colours = [f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; '
                    for kind,colour in legend.items()]
-        cells.append(['', '<div style="display:flex;justify-content:space-between;border-top:1px '
-                          f'solid">{"".join(ticks)}</div>{"".join(colours)}'])
-    lines = [''.join(f'<td style="text-align:left">{cell}</td>' for cell in row) for row in cells]
+        cells.append(['', f'<div style="{_BAR}"><div style="display:flex;justify-content:'
+                          f'space-between;border-top:1px solid">{"".join(ticks)}</div>'
+                          f'{"".join(colours)}</div>'])
+    # sentences are in the last column
+    tds = '<td style="text-align:left;white-space:nowrap">','<td style="text-align:left">'
+    lines = [''.join(f'{tds[i == len(row)]}{cell}</td>' for i,cell in enumerate(row, 1))
+             for row in cells]
     return f'<table>{"".join(f"<tr>{line}</tr>" for line in lines)}</table>'
 
 # %% ../../nbs/output/205_tables.ipynb #7ab1000d
