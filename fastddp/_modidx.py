@@ -1934,8 +1934,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.launch.report.format_rate': ('launch/report.html#format_rate', 'fastddp/launch/report.py'),
                                        'fastddp.launch.report.metrics_causes': ( 'launch/report.html#metrics_causes',
                                                                                  'fastddp/launch/report.py'),
-                                       'fastddp.launch.report.phase_seconds': ( 'launch/report.html#phase_seconds',
-                                                                                'fastddp/launch/report.py'),
                                        'fastddp.launch.report.start_causes': ( 'launch/report.html#start_causes',
                                                                                'fastddp/launch/report.py'),
                                        'fastddp.launch.report.summary_line': ( 'launch/report.html#summary_line',

@@ -36,7 +36,7 @@ def format_bytes(nbytes):
 # %% ../../nbs/launch/504_report.ipynb #6ee5f583
 _SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
 
-# A rank's dict, from `Clock.totals` and `resource_use` of `fastai2.clock`. In seconds:
+# A rank's dict, which `numbers_of` (`fastai2.clock`) returns. In seconds:
 #   seconds    of each kind of work, see `PARTS`; callbacks: of each, by name; cpu: of the process
 #   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
 #   uneven     the last of these, by rank waited for, and epoch
@@ -202,6 +202,7 @@ def threads_causes(fit):
              "leave out threads= and torch.set_num_threads.")]
 
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
+_GPU_INFERENCE_CAUSES = (data_causes,)
 _INFERENCE_CAUSES = data_causes,metrics_causes,callbacks_causes
 _TRAINING_CAUSES = (*_INFERENCE_CAUSES, exchange_causes, uneven_causes, validation_causes,
                     start_causes, threads_causes)
@@ -210,12 +211,12 @@ _LEAST_SECONDS = .5
 
 def advice_for(fit):
     "Return at most three `Advice` that are worth following, the one that saves most first"
-    groups = _TRAINING_CAUSES if fit.steps else _INFERENCE_CAUSES
-    if not fit.steps and fit.rank0['on_gpu']: groups = (data_causes,)
-    found = [[Advice(cause, *rest) for cause,is_so,*rest in group(fit) if is_so]
-             for group in groups]
-    worth = [o for o,*_ in filter(None, found)
-             if o.seconds > max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)]
+    inference = _GPU_INFERENCE_CAUSES if fit.rank0['on_gpu'] else _INFERENCE_CAUSES
+    least = max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)
+    worth = []
+    for causes in _TRAINING_CAUSES if fit.steps else inference:
+        found = [Advice(cause, *rest) for cause,is_so,*rest in causes(fit) if is_so]
+        worth += [o for o in found[:1] if o.seconds > least]
     return sorted(worth, key=lambda o: -o.seconds)[:3]
 
 # %% ../../nbs/launch/504_report.ipynb #0b555c10
@@ -233,18 +234,6 @@ PHASES = {
     'validate': "all that followed, on rank 0",
     'back': "weights and all else into the notebook's learner",
     'failed': "runs that failed before this one"}
-
-def phase_seconds(
-    began, # `time.time()` when the first phase began
-    phase_ends # `(phase, time.time() at its end)`
-):
-    "Return phase -> seconds, in the order in which they happened"
-    res = {}
-    last = began
-    for phase,ended in phase_ends:
-        res[phase] = res.get(phase, 0.) + max(ended-last, 0.)
-        last = max(ended, last)
-    return res
 
 # %% ../../nbs/launch/504_report.ipynb #0b03e985
 # Kind of a rank's time -> what it is, and its colour, which is visible on white and on black. In
@@ -309,7 +298,14 @@ class Report(Shown):
         for module,secs,_ in self.imports: seconds[module.partition('.')[0]] += secs
         return ', '.join(k for k,secs in seconds.items() if secs >= seconds.total()/10)
     @property
-    def phases(self): return phase_seconds(self.began, self.phase_ends)
+    def phases(self):
+        "Phase -> seconds, in the order in which they happened"
+        res = Counter()
+        last = self.began
+        for phase,ended in self.phase_ends:
+            res[phase] += max(ended-last, 0.)
+            last = max(ended, last)
+        return res
     @property
     def total(self): return sum(self.phases.values())       # seconds
     @property
