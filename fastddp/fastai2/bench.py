@@ -90,17 +90,14 @@ class Pace(Callback):
         most_seconds # The fit ends after this time, too
     ): store_attr()
     def after_batch(self):
-        now = time.perf_counter()
         clock = self.learn._call_one.together.clock
-        waited = clock.seconds['data']+clock.waits['data']
+        now = time.perf_counter(),clock.seconds['data']+clock.waits['data']
         self.done += 1
         if self.done <= _N_WARM_UP:
-            self.began = now
-            self.waited_before = waited
+            self.start = now
             return
         self.items += self.dl.counts[self.iter][1]
-        self.seconds = now-self.began
-        self.waited = waited-self.waited_before
+        self.seconds,self.waited = (b-a for a,b in zip(self.start, now))
         if self.done >= _N_WARM_UP+self.steps or self.seconds > self.most_seconds:
             raise CancelFitException
     def before_validate(self): raise CancelValidException

@@ -211,8 +211,8 @@ def _may_augment(learn):
 
 def _no_augmentation(learn, stack):
     # transforms treat the training set as a validation set
-    if hasattr(ds := learn.dls.train.dataset, 'set_split_idx'):
-        stack.enter_context(ds.set_split_idx(1))
+    ds = getattr(learn.dls.train, 'dataset', None)
+    if hasattr(ds, 'set_split_idx'): stack.enter_context(ds.set_split_idx(1))
 
 # %% ../../nbs/fastai2/731_check.ipynb #b5523ef7
 def _batch_callbacks(learn):

@@ -77,34 +77,28 @@ class DeviceSamples:
 _SLOW_FACTOR = 10   # a wait for a batch is slow if it takes so many times the mean of the others
 _LEAST_WAIT = .05   # seconds; shorter waits are not slow
 
-class BatchWait(NamedTuple):
-    "A wait for a batch; compared as tuples, the longest is the largest"
-    secs:float=0.
-    epoch:int=0
-    number:int=0        # of the batch in its epoch
-
 class BatchWaits:
     """Sums up waits for batches. The first one of a phase lasts until the loader has started, so it
     is counted apart"""
     n_others = 0                # batches that aren't the first of their phase
     secs = slow_secs = 0.       # seconds of waiting for these, and of slow waits among them
-    slowest = BatchWait()       # the longest one of these
+    slowest = 0.,0,0            # the longest one of these, its epoch and batch
     def __init__(self): self.firsts = []    # seconds of waiting for the first batch of each phase
-    def note(self, wait):
-        "Add a `BatchWait`"
-        if not wait.number:
-            self.firsts.append(wait.secs)
+    def note(self, secs, epoch,
+        number # Of the batch in its epoch
+    ):
+        if not number:
+            self.firsts.append(secs)
             return
-        if wait.secs >= _LEAST_WAIT:
+        if secs >= _LEAST_WAIT:
             # Compared with the mean of the other waits, without the slow ones; they are few, so
             # `n` has them. First waits have another cause, and count as at most this one each
             n = self.n_others+len(self.firsts)
-            of_firsts = sum(min(secs, wait.secs) for secs in self.firsts)
-            others = self.secs-self.slow_secs+of_firsts
-            if wait.secs*n > _SLOW_FACTOR*others: self.slow_secs += wait.secs
-            self.slowest = max(self.slowest, wait)
+            others = self.secs-self.slow_secs + sum(min(o, secs) for o in self.firsts)
+            if secs*n > _SLOW_FACTOR*others: self.slow_secs += secs
+            self.slowest = max(self.slowest, (secs, epoch, number))
         self.n_others += 1
-        self.secs += wait.secs
+        self.secs += secs
     def startup_secs(self):
         "Return how much longer the waits for first batches took than as many waits for others"
         if not self.n_others: return 0.
@@ -152,18 +146,17 @@ class Clock:
         self.phase = 'other'        # its kind of time
         self.in_validation = False
         self.epoch = 0
-        # The last look at the clock
-        self.last_time = time.perf_counter()
-        self.last_waited = self.board.waited    # what the board had waited by then
+        self.last_look = self._now()
         self.cpu_start = time.process_time()
+    def _now(self):
+        "A clock that stands while this rank waits for others at the board"
+        return time.perf_counter()-self.board.waited
     def lap(self, kind):
         """Count the time since the last look at the clock as `kind`, one of `PARTS` or a callback's
         class; return its seconds. Waiting for other ranks at the board is left out"""
-        now = time.perf_counter()
-        waited = self.board.waited
-        secs = now-self.last_time - (waited-self.last_waited)
-        self.last_time = now
-        self.last_waited = waited
+        now = self._now()
+        secs = now-self.last_look
+        self.last_look = now
         if kind not in PARTS:
             self.callbacks[kind] += secs
             kind = 'callbacks'
@@ -178,7 +171,7 @@ class Clock:
         self.samples.note(self.phase, secs)
         if event_name == 'before_batch':
             self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
-            self.batches.note(BatchWait(secs, self.epoch, learn.iter))
+            self.batches.note(secs, self.epoch, learn.iter)
             size = elements_per_item(getattr(learn, 'xb', ()))
             if size:
                 sizes = size,*self.sizes
@@ -225,7 +218,7 @@ class Clock:
         batches = self.batches
         return dict(seconds=seconds, callbacks=self.callbacks, waits=self.waits,
                     uneven=dict(self.uneven), slow=batches.slow_secs,
-                    starts=batches.startup_secs(), slowest=(*batches.slowest,),
+                    starts=batches.startup_secs(), slowest=batches.slowest,
                     sizes=self.sizes or (0.,0.), cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #53378770

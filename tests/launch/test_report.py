@@ -4,7 +4,7 @@ import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.base.board import Board
-from fastddp.fastai2.clock import BatchWait, Clock
+from fastddp.fastai2.clock import Clock
 from fastddp.launch import report
 from fastddp.launch.report import FitNumbers, advice_for
 from learners import make_learner
@@ -165,7 +165,7 @@ def test_predictions_that_wait_for_data(two):
 def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock(Board(0, 1))
     def phase(*waits):
-        for i, secs in enumerate(waits): clock.batches.note(BatchWait(secs, 0, i))
+        for i, secs in enumerate(waits): clock.batches.note(secs, 0, i)
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.totals()['starts'] == pytest.approx(.6)
