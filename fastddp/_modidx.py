@@ -807,7 +807,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.check._fix_batch_norm': ( 'fastai2/check.html#_fix_batch_norm',
                                                                                   'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._found': ('fastai2/check.html#_found', 'fastddp/fastai2/check.py'),
-                                       'fastddp.fastai2.check._ids_in': ('fastai2/check.html#_ids_in', 'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._may_augment': ( 'fastai2/check.html#_may_augment',
                                                                                'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check._no_augmentation': ( 'fastai2/check.html#_no_augmentation',

@@ -162,22 +162,15 @@ def _train_both(on_workers, in_one, steps, options):
     streams = CommonRNG.capture()
     try:
         with on_workers._distrib_ctx(**options):
-            # variables of cells and data sets: the second copy begins with the same values
-            session = getattr(vars(on_workers).get('fit'), '__self__', None)
-            if session: session.unchanged = _ids_in(on_workers) & _ids_in(in_one)
             on_workers.fit(1, cbs=[many])
         # one process takes the global batches, of all workers' items; a validation has the loader's
-        for dl in in_one.dls.loaders[:1] if session and options['batch'] == 'per_worker' else ():
-            dl.bs *= session.n
+        for dl in in_one.dls.loaders[:1] if options['batch'] == 'per_worker' else ():
+            dl.bs *= max(len(on_workers.distrib_report.ranks), 1)
             if is_lm(dl): lay_out(dl)
         streams.install()
         in_one.fit(1, cbs=[one])
     finally: streams.install()
     return many, one
-
-def _ids_in(learn):
-    "Return the ids of all objects of a learner's graph"
-    return Places(learn, left_out).walk().numbers.keys()
 
 # %% ../../nbs/fastai2/731_check.ipynb #88e4b8ec
 # Names under which layers that draw random numbers keep their probability
