@@ -258,18 +258,19 @@ def cores_of(ranks):
 
 def facts_of(report):
     "Return phrases about bytes that were sent, memory, and the load of the cores"
-    ranks,res = report.ranks,[]
-    if report.sent_bytes: res.append(f"{format_bytes(report.sent_bytes)} sent to the workers")
-    if report.state_bytes: res.append(f"{format_bytes(report.state_bytes)} of state sent back")
-    if not ranks: return res
-    rank0_seconds = sum(ranks[0]['seconds'].values())+sum(ranks[0]['waits'].values())
-    busy_cores = ', '.join(f"{r['cpu']/max(rank0_seconds, 1e-9):.1f}" for r in ranks)
-    if grads := ranks[0]['grads']: res.append(f"{format_bytes(grads)} of gradients per step")
-    res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}",
-            f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"]
-    if ranks[0]['on_gpu']:
-        res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")
-    return res
+    # whether there is such a fact, the fact
+    rows = [(report.sent_bytes, f"{format_bytes(report.sent_bytes)} sent to the workers"),
+            (report.state_bytes, f"{format_bytes(report.state_bytes)} of state sent back")]
+    if ranks := report.ranks:
+        rank0 = ranks[0]
+        seconds = sum(rank0['seconds'].values())+sum(rank0['waits'].values())
+        busy_cores = ', '.join(f"{r['cpu']/max(seconds, 1e-9):.1f}" for r in ranks)
+        rows += [
+            (rank0['grads'], f"{format_bytes(rank0['grads'])} of gradients per step"),
+            (True, f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}"),
+            (True, f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"),
+            (rank0['on_gpu'], f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")]
+    return [fact for is_so,fact in rows if is_so]
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
 class Report(Shown):
