@@ -216,9 +216,10 @@ class Clock:
         exchange = min(self.exchange_secs, backward)
         seconds |= dict(backward=backward-exchange, exchange=exchange)
         batches = self.batches
-        return dict(seconds=seconds, callbacks=self.callbacks, waits=self.waits,
-                    uneven=dict(self.uneven), slow=batches.slow_secs,
-                    starts=batches.startup_secs(), slowest=batches.slowest,
+        uneven = {rank:dict(by_epoch) for rank,by_epoch in self.uneven.items()}
+        return dict(seconds=seconds, callbacks=dict(self.callbacks), waits=dict(self.waits),
+                    uneven=uneven, slow=batches.slow_secs, starts=batches.startup_secs(),
+                    slowest=batches.slowest,
                     sizes=self.sizes or (0.,0.), cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #53378770
