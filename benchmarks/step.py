@@ -93,7 +93,7 @@ def meet_row(name):
 class ClockCost(Callback):
     "Notes what the clock of `learn.distrib_report` costs in a step: how often it is called, times what a call takes"
     CALLS = dict(enter=lambda cb: ('after_batch', cb.learn), lap=lambda cb: ('other',),
-                 leave=lambda cb: ('after_batch',), begin_meeting=lambda cb: (), end_meeting=lambda cb: ([(0., 0.)]*2,))
+                 leave=lambda cb: ('after_batch',), spent_now=lambda cb: (), end_meeting=lambda cb: ([(0., 0.)]*2,))
     def before_fit(self):
         self.calls, clock = dict.fromkeys(self.CALLS, 0), self.learn._call_one.together.clock
         def counted(name, real):

@@ -20,7 +20,7 @@ from .base.device import (
 from .base.errors import WorkerError
 from .launch.engine import Job
 from .launch.local import Local, all_reduce_seconds
-from .launch.report import as_text
+from .output.tables import as_text
 from .process.helper import start_method
 
 # %% ../nbs/904_doctor.ipynb #2f0f97f8
@@ -149,7 +149,7 @@ def _exchange_traps(f):
 _NETWORK_DRIVES = 'nfs','cifs','smb','fuse','9p','lustre','ceph','gpfs'
 
 def _machine_traps(f):
-    "Those of other programs, limits and drives"
+    "Those of other programs, limits, drives, and the workers"
     used = [f"GPU {o.index}: {', '.join(o.processes)}" for o in f.gpus if o.processes]
     return [
         ("other programs on the GPUs", used,
@@ -159,11 +159,7 @@ def _machine_traps(f):
         ("network drive", f.folder_type.startswith(_NETWORK_DRIVES),
          f"This folder is on {f.folder_type}: copy the data to a local disk."),
         ("few open files", 0 <= f.max_open_files < 1024,
-         f"{f.max_open_files} files may be open: raise the limit (ulimit -n).")]
-
-def _worker_traps(f):
-    "Those of the workers"
-    return [
+         f"{f.max_open_files} files may be open: raise the limit (ulimit -n)."),
         ("workers start slowly", f.start_method != 'forkserver',
          "Each worker imports torch and fastai by itself: see the warning of the first fit."),
         ("workers can't exchange tensors", f.exchange_error,
@@ -173,8 +169,8 @@ def traps(
     f # Those of `facts`
 ):
     "Return `(name, remedy)` of each known trap that the facts show"
-    tables = _torch_traps(f), _exchange_traps(f), _machine_traps(f), _worker_traps(f)
-    return [(name, remedy) for table in tables for name,has_trap,remedy in table if has_trap]
+    rows = [*_torch_traps(f), *_exchange_traps(f), *_machine_traps(f)]
+    return [(name, remedy) for name,has_trap,remedy in rows if has_trap]
 
 # %% ../nbs/904_doctor.ipynb #639e48f8
 def _try_exchange(f, seconds):
@@ -190,22 +186,22 @@ def page(
     f # Those of `facts`
 ):
     "Return the facts and their traps as text"
-    rows = [('versions', ', '.join(f"{k} {v}" for k,v in f.versions.items() if v))]
-    rows += [(f'GPU {o.index}', f"{o.name}, {o.memory} used, driver {o.driver}") for o in f.gpus]
-    if f.n_visible_gpus > 1:
-        rows.append(('between GPUs', "directly" if f.has_p2p else "not all directly (P2P)"))
     rates = [f"{mb} MB {rate:.2f} GB/s" for mb,rate in f.rates.items()]
-    if rates: rows.append(('between workers', f"gradients of {', '.join(rates)}"))
     early = f.start_method == 'forkserver'
-    rows += [('cores', f"{f.visible_cores} of {f.cores}"),
-             ('memory', f"{_gb(f.available_memory)} free of {_gb(f.memory)}; {_gb(f.shm)} free in "
-                        "/dev/shm, for data on its way"),
-             ('this folder', f"is on {f.folder_type}"),
-             ('workers', "import torch and fastai once, for all of them" if early else
-                         "import torch and fastai each by itself")]
-    rows += [*f.env.items()]
+    rows = [('versions', ', '.join(f"{k} {v}" for k,v in f.versions.items() if v)),
+            *((f'GPU {o.index}', f"{o.name}, {o.memory} used, driver {o.driver}") for o in f.gpus),
+            ('between GPUs', f.n_visible_gpus > 1 and
+             ("directly" if f.has_p2p else "not all directly (P2P)")),
+            ('between workers', rates and f"gradients of {', '.join(rates)}"),
+            ('cores', f"{f.visible_cores} of {f.cores}"),
+            ('memory', f"{_gb(f.available_memory)} free of {_gb(f.memory)}; {_gb(f.shm)} free in "
+                       "/dev/shm, for data on its way"),
+            ('this folder', f"is on {f.folder_type}"),
+            ('workers', "import torch and fastai once, for all of them" if early else
+                        "import torch and fastai each by itself")]
+    known = [row for row in rows if row[1]]
     found = [f"! {name}: {remedy}" for name,remedy in traps(f)]
-    return as_text([rows, *(found or ["No known trap."])])
+    return as_text([[*known, *f.env.items()], *(found or ["No known trap."])])
 
 def _examine(seconds):
     "Print the page; return the facts"

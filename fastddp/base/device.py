@@ -25,7 +25,7 @@ def accelerator_type():
 # What torch raises where the memory of any accelerator is full. Before 2.5 it has this name alone
 OutOfMemory = torch.cuda.OutOfMemoryError
 
-def is_out_of_memory(e): # An exception
+def is_out_of_memory(e): # An exception, or its text
     "True if `e` says that memory lacks, that of an accelerator or of the host"
     if isinstance(e, (OutOfMemory,MemoryError)): return True
     texts = 'out of memory',"can't allocate memory",'cannot allocate memory'

@@ -17,7 +17,7 @@ from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
 
 from ..base import group
-from ..base.device import visible_cores
+from ..base.device import is_out_of_memory, visible_cores
 from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
@@ -26,8 +26,9 @@ from .loaders import is_lm, lay_out, step_sizes, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..launch.options import refuse_in_launched_group
-from ..launch.report import Bold, Shown, format_rate
+from ..launch.report import format_rate
 from ..output.replay import several, suppress_lines
+from ..output.tables import Bold, Shown
 from ..shard.sharded import workers_per_rank
 
 # %% ../../nbs/fastai2/732_bench.ipynb #b37e58d4
@@ -61,11 +62,12 @@ class Bench(Shown, list):
                         "read for the first time. Run it again.")
     def parts(self):
         rows = [('workers','batch','num_workers','items/s','no loading','per worker','epoch','')]
+        best = max(self.best_rate(), 1e-9)
         for o in self:
-            rates = [format_rate(r) for r in (o.rate,o.without_data,o.rate/o.workers)]
-            found = *rates,f"{o.epoch:,.1f} s",'#'*round(20*o.rate/max(self.best_rate(), 1e-9))
+            rates = map(format_rate, (o.rate,o.without_data,o.rate/o.workers))
+            found = *rates,f"{o.epoch:,.1f} s",'#'*round(20*o.rate/best)
             if not o.rate: found = *['']*4,'out of memory'
-            rows.append((str(o.workers), str(o.batch or '-'), str(o.num_workers), *found))
+            rows.append((o.workers, o.batch or '-', o.num_workers, *found))
         res = [rows]
         if remark := self.remark(): res.append(remark)
         if o := self.worth_it:
@@ -88,17 +90,14 @@ class Pace(Callback):
         most_seconds # The fit ends after this time, too
     ): store_attr()
     def after_batch(self):
-        now = time.perf_counter()
         clock = self.learn._call_one.together.clock
-        waited = clock.seconds['data']+clock.ranks.seconds['data']
+        now = time.perf_counter(),clock.seconds['data']+clock.waits['data']
         self.done += 1
         if self.done <= _N_WARM_UP:
-            self.began = now
-            self.waited_before = waited
+            self.start = now
             return
         self.items += self.dl.counts[self.iter][1]
-        self.seconds = now-self.began
-        self.waited = waited-self.waited_before
+        self.seconds,self.waited = (b-a for a,b in zip(self.start, now))
         if self.done >= _N_WARM_UP+self.steps or self.seconds > self.most_seconds:
             raise CancelFitException
     def before_validate(self): raise CancelValidException
@@ -108,22 +107,22 @@ def _measure(learn, n, pace):
     "Train `learn` on `n` workers, and return the `Measured` line."
     dl = learn.dls.loaders[0]
     size,_ = step_sizes(dl, 1)
+    _,n_steps = step_sizes(dl, n)
     num_workers = workers_per_rank(getattr(getattr(dl, 'fake_l', dl), 'num_workers', 0), n)
+    row = Measured(n, size, num_workers)
     streams = CommonRNG.capture()
     try:
         # workers of its own: none has memory that another choice has taken
         with suppress_lines(): learn.distrib('fit', 1000, nprocs=n, launcher=Local(), cbs=[pace])
     except RankRaised as e:
         # the traceback may have these words, too, in a line of code
-        if 'out of memory' not in e.failure.message.lower(): raise
-        return Measured(n, size, num_workers)
+        if not is_out_of_memory(e.failure.message): raise
+        return row
     finally: streams.install()
     if not pace.items: raise CantDistribute("No step was timed: a callback ended the fit.")
-    rate = pace.items/pace.seconds
     without_data = pace.items/max(pace.seconds-pace.waited, 1e-9)
-    _,n_steps = step_sizes(dl, n)
-    items_per_step = pace.items/(pace.done-_N_WARM_UP)
-    return Measured(n, size, num_workers, rate, without_data, n_steps*items_per_step/rate)
+    epoch = n_steps*pace.seconds/(pace.done-_N_WARM_UP)
+    return row._replace(rate=pace.items/pace.seconds, without_data=without_data, epoch=epoch)
 
 # %% ../../nbs/fastai2/732_bench.ipynb #d086806f
 @patch

@@ -14,23 +14,21 @@ import torch
 from fastai.callback.core import Callback, CancelTrainException, _inner_loop
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.torch_core import to_device
 from fastcore.basics import patch
 from torch import nn
 
 from ..base import group
 from ..launch.options import refuse_in_launched_group
-from ..launch.report import Bold, Shown
 from ..launch.training import is_kind, is_rank0_only
 from .batch import part_of
 from .loaders import is_lm, lay_out, why_whole, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
-from .step import StepSync
 from .events import runs_user_code
 from .learner import OPTIONS
 from .snapshot import copy_of, left_out
 from ..output.replay import suppress_lines
+from ..output.tables import Bold, Shown
 from ..payload.places import Places
 from ..shard.trees import tensors_in
 
@@ -40,9 +38,8 @@ from ..shard.trees import tensors_in
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
 #         _difference     compares what was recorded, for the rows of an `Answer`
 #     reasons_for         finds why the answers of this learner may differ
-#     order_reasons       the same, if the batches differ
-#     _verdict            if they do: `_compare_without` compares once more, without the reasons
-#                         that can be removed
+#     _compare_without    if they do, compares once more without the reasons that can be removed
+#     _verdict            says what is known
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
     why:str
@@ -64,8 +61,11 @@ class Row(NamedTuple):
 
 class Answer(Shown, list):
     "The `Row`s of a check; `same` if all of them are. It shows the verdict, and below it the rows"
+    # What a worker said of itself in the report, see `numbers_of`
     loss = ''           # How the losses of workers make that of the batch, in words
     averaged = False    # True if a loss is averaged over workers
+    order_differed = False      # True if workers have drawn different orders
+    on_gpu = False
     reasons = {}        # Name -> `Reason`: what is expected to differ
     without = None      # The `Answer` of the second comparison, without reasons that were removed
     removed = ()        # The names of these reasons
@@ -81,41 +81,34 @@ class Answer(Shown, list):
         return [Bold(self.verdict), rows, f"loss: {self.loss}", *reasons]
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
+def _sums(t):
+    "Return sums over a batch: they change if an item is flipped, not if zeros are beside it"
+    sides = [t.transpose(1, d) for d in range(1, t.dim())]
+    neighbours = sum((o[:,:-1]*o[:,1:]**2).sum() for o in sides)
+    return torch.tensor([t.sum(), t.square().sum(), neighbours])
+
 class NoteSteps(Callback):
     "Record batches, losses and gradients of the first training steps, and end training after them"
     order = 52      # after the Recorder
-    loss_kind = ''      # how the losses of ranks are combined, in words
-    averaged = False    # True if a loss is averaged over workers
+    run_valid = False
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses = []        # a number for each step
         self.grads = []         # `[sum, norm]` for each parameter in each step
-        # for each step the sum and the sum of squares of all numbers in the batch; until the end of
-        # training, of this rank's own items only
-        self.sums = torch.zeros(self.steps, 2, dtype=torch.float64)
-        self.n_ranks = group.world_size()
+        # the sums of each step's batch; until the end of training, of this rank's own items only
+        self.batches = torch.zeros(self.steps, 3, dtype=torch.float64)
     def before_batch(self):
-        if not self.training: return
         # after its own items come those that a rank has borrowed
         part = part_of(self.learn, None, *self.yb, more=self.xb)
-        for t in tensors_in(part.counted()):
-            own = t.double()
-            self.sums[self.iter] += torch.tensor([own.sum(), own.square().sum()])
+        for t in tensors_in(part.counted()): self.batches[self.iter] += _sums(t.double())
     def after_backward(self):
         for p in self.model.parameters():
             grad = torch.zeros(1) if p.grad is None else p.grad.double()
             self.grads.append([grad.sum().item(), grad.norm().item()])
     def after_batch(self):
-        if not self.training: return
         self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
-    def after_train(self):
-        group.sum_(self.sums)
-        self.batches = self.sums.tolist()
-        for cb in self.learn.cbs:
-            if not isinstance(cb, StepSync): continue
-            self.loss_kind = cb.losses.describe()
-            self.averaged = cb.losses.has_averages
+    def after_train(self): group.sum_(self.batches)
 
 # %% ../../nbs/fastai2/731_check.ipynb #568b58bd
 def _difference(a, b, # Numbers, or nested lists of numbers
@@ -126,42 +119,39 @@ def _difference(a, b, # Numbers, or nested lists of numbers
     if a.shape != b.shape: return float('inf')
     # NaNs and infinite numbers must be in the same positions; all others are compared
     differ = (a != b) & ~(a.isnan() & b.isnan())
-    finite = a.isfinite() & b.isfinite()
-    if (differ & ~finite).any(): return float('inf')
     if not differ.any(): return 0.
-    size = torch.maximum(a.abs(), b.abs())[finite]
-    return ((a-b).abs()[finite]/(size.clamp(min=1e-3) if each else size.max())).max().item()
+    if not (a[differ]-b[differ]).isfinite().all(): return float('inf')
+    size = torch.maximum(a.abs(), b.abs())
+    size = size[differ].clamp(min=1e-3) if each else size[size.isfinite()].max()
+    return ((a[differ]-b[differ]).abs()/size).max().item()
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
-def _weights(learn):
-    return nn.utils.parameters_to_vector(learn.model.parameters()).detach().cpu()
-
-def _validation(learn):
-    "Return the last row of the Recorder: losses and metrics."
-    return [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
+def _found(learn,
+           noted # The `NoteSteps` of its fit
+):
+    "Return what is compared of a learner that was trained: name -> numbers, or lists of numbers"
+    weights = nn.utils.parameters_to_vector(learn.model.parameters()).detach().cpu()
+    # the last row of the Recorder: losses and metrics
+    validation = [float('nan') if v is None else float(v) for v in learn.recorder.values[-1]]
+    return dict(batches=noted.batches, losses=noted.losses, gradients=noted.grads, weights=weights,
+                validation=validation)
 
 def _compare(learn, steps, tol,
              options, # Of `distrib_ctx`
              reasons=() # `Reason`s that are taken out of both copies
 ):
     "Train a copy of `learn` on workers and another one in this process; return the `Answer`."
-    on_workers = copy_of(learn)
-    in_one = copy_of(learn)
+    copies = on_workers,in_one = copy_of(learn),copy_of(learn)
     with contextlib.ExitStack() as stack:
         # rounding of TF32 is far above `tol`; workers take over the notebook's setting
         stack.enter_context(without_tf32())
-        for o in (on_workers,in_one):
-            for r in reasons: r.remove(o, stack)
-        many,one = _train_both(on_workers, in_one, steps, options)
-    res = Answer([
-        Row('batches', _difference(many.batches, one.batches, each=True), 1e-5),
-        Row('losses', _difference(many.losses, one.losses), tol),
-        Row('gradients', _difference(many.grads, one.grads), tol*10),
-        Row('weights', _difference(_weights(on_workers), _weights(in_one)), tol),
-        Row('validation', _difference(_validation(on_workers), _validation(in_one), each=True),
-            tol*10)])
-    res.loss = many.loss_kind
-    res.averaged = many.averaged
+        for o,r in itertools.product(copies, reasons): r.remove(o, stack)
+        many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
+    tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
+    res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
+                 for k,tolerance in tolerances.items())
+    for said in on_workers.distrib_report.ranks[:1]:
+        vars(res).update((k, said[k]) for k in ('loss','averaged','order_differed','on_gpu'))
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #4b9d02e7
@@ -172,22 +162,15 @@ def _train_both(on_workers, in_one, steps, options):
     streams = CommonRNG.capture()
     try:
         with on_workers._distrib_ctx(**options):
-            # variables of cells and data sets: the second copy begins with the same values
-            session = getattr(vars(on_workers).get('fit'), '__self__', None)
-            if session: session.unchanged = _objects_of(on_workers) & _objects_of(in_one)
             on_workers.fit(1, cbs=[many])
         # one process takes the global batches, of all workers' items; a validation has the loader's
         for dl in in_one.dls.loaders[:1] if options['batch'] == 'per_worker' else ():
-            dl.bs *= many.n_ranks
+            dl.bs *= max(len(on_workers.distrib_report.ranks), 1)
             if is_lm(dl): lay_out(dl)
         streams.install()
         in_one.fit(1, cbs=[one])
     finally: streams.install()
     return many, one
-
-def _objects_of(learn):
-    "Return the ids of all objects of a learner's graph"
-    return {*map(id, Places(learn, left_out).walk().objects.values())}
 
 # %% ../../nbs/fastai2/731_check.ipynb #88e4b8ec
 # Names under which layers that draw random numbers keep their probability
@@ -214,38 +197,15 @@ class FixedBatchNorm(Callback):
 def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
 
 # %% ../../nbs/fastai2/731_check.ipynb #2bbd0ef7
-_N_LOOKS = 5    # at the same items: a transform may act on some of them only, and not each time
-
-def _random_tfms(dl):
-    "Return the transforms of a loader that may change items at random"
-    pipes = [getattr(dl,k,None) for k in ('after_item','before_batch','after_batch')]
-    lists = getattr(getattr(dl,'dataset',None), 'tls', ())
-    tfms = [f for p in pipes for f in getattr(p,'fs',())] + [f for t in lists for f in t.tfms.fs]
-    return [f for f in tfms if is_kind(f, ['RandTransform'])]
-
-def _augments(learn):
-    """Return True if training items change at random. Where a transform may do so, the same items
-    are made several times: a `Resize` crops at random, but not a square picture."""
-    if not _random_tfms(learn.dls.train): return False
-    if not isinstance(learn.dls.train, DataLoader): return True
-    streams = CommonRNG.capture()
-    try:
-        dl = copy_of(learn).dls.train
-        dl.before_iter()
-        items = [*itertools.islice(dl.get_idxs(), dl.bs or 1)]
-        def look():
-            batch = next(iter(dl.create_batches(items)))
-            if dl.device is not None: batch = to_device(batch, dl.device)
-            return [*tensors_in(dl.after_batch(batch))]
-        first = look()
-        return any(a.shape != b.shape or not torch.equal(a, b)
-                   for _ in range(_N_LOOKS-1) for a,b in zip(first, look()))
-    finally: streams.install()
+def _may_augment(learn):
+    "Return True if a transform of the training loader may change items at random"
+    objects = Places(learn.dls.train, left_out).walk().objects
+    return any(is_kind(o, ['RandTransform']) for o in objects.values())
 
 def _no_augmentation(learn, stack):
     # transforms treat the training set as a validation set
-    if hasattr(ds := learn.dls.train.dataset, 'set_split_idx'):
-        stack.enter_context(ds.set_split_idx(1))
+    ds = getattr(learn.dls.train, 'dataset', None)
+    if hasattr(ds, 'set_split_idx'): stack.enter_context(ds.set_split_idx(1))
 
 # %% ../../nbs/fastai2/731_check.ipynb #b5523ef7
 def _batch_callbacks(learn):
@@ -258,123 +218,73 @@ def _no_callbacks(learn, stack, kind):
 
 # %% ../../nbs/fastai2/731_check.ipynb #6aa61b6e
 def reasons_for(learn,
-    on_gpus # True if the workers have GPUs
+    answer # The `Answer` of the first comparison
 ):
     """Return `{name: Reason}`: what makes the answers of this learner differ between one process
     and several workers."""
     modules = list(learn.model.modules())
-    reasons = {}
-    if any(isinstance(m, _BN) for m in modules) and not on_gpus:
-        reasons['batch norm on the CPU'] = Reason("each worker normalizes its own part of a batch",
-                                                  _fix_batch_norm)
-    if _dropouts(learn.model): reasons['dropout'] = Reason("each worker draws its own", _no_dropout)
-    if _augments(learn):
-        reasons['augmentation'] = Reason("each worker draws its own", _no_augmentation)
-    for cb in _batch_callbacks(learn):
-        reasons[f'callback {type(cb).__name__}'] = Reason(
-            "it may act on what a worker sees, its part of each batch, or draw random numbers. "
-            "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
-            "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
-    if any(getattr(p, k, None) for p in learn.model.parameters()
-           for k in ('_backward_hooks','_post_accumulate_grad_hooks')):
-        reasons['hooks of parameters'] = Reason(
-            "they act on each worker's gradient, before the mean over workers. Where that matters "
-            "(a clamp), change p.grad in a callback's before_step")
-    if learn.dls.train.__class__.__name__ == 'SortedDL':
-        reasons['padding'] = Reason("each worker pads its part to the longest item there")
-    no_norms = [m for m in modules if not isinstance(m, nn.modules.batchnorm._NormBase)]
-    if any(b.is_floating_point() for m in no_norms for b in m.buffers(recurse=False)):
-        reasons['buffers'] = Reason("those that a forward pass changes are rank 0's, which saw its "
-                                    "own part")
-    return reasons
-
-# %% ../../nbs/fastai2/731_check.ipynb #b7daa92c
-def _order(dl):
-    "Return the indices that a loader reads in an epoch"
-    if isinstance(dl, DataLoader): return list(dl.get_idxs())
-    return list(dl.sampler if dl.batch_sampler is None else dl.batch_sampler)
-
-def order_reasons(learn):
-    """Return `{name: Reason}` if the training loader has another order in each fit, though the
-    random streams are the same: it draws from a generator of its own. A fit on workers refuses a
-    stream that does"""
-    streams = CommonRNG.capture()
-    orders = []
-    try:
-        for _ in range(2):
-            streams.install()
-            orders.append(_order(copy_of(learn).dls.train))
-    # a loader of the user's own kind
-    except Exception: return {}
-    finally: streams.install()
-    if orders[0] == orders[1]: return {}
-    return {'order of the loader': Reason(
-        "it is another one in each fit, in one process, too, since it is drawn from a generator of "
-        "its own (such as np.random.default_rng() or random.Random()). Draw it from torch, numpy "
-        "or random themselves, or give the generator a seed, to compare")}
+    buffers = [b for m in modules if not isinstance(m, nn.modules.batchnorm._NormBase)
+               for b in m.buffers(recurse=False)]
+    hooks = '_backward_hooks','_post_accumulate_grad_hooks'
+    # name, whether there is this reason, the `Reason`
+    rows = [
+        ('batch norm on the CPU', not answer.on_gpu and any(isinstance(m, _BN) for m in modules),
+         "each worker normalizes its own part of a batch", _fix_batch_norm),
+        ('dropout', _dropouts(learn.model), "each worker draws its own", _no_dropout),
+        ('augmentation', not answer[0].same and _may_augment(learn), "each worker draws its own",
+         _no_augmentation),
+        *((f'callback {type(cb).__name__}', True,
+           "it may act on what a worker sees, its part of each batch, or draw random numbers. "
+           "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
+           "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
+          for cb in _batch_callbacks(learn)),
+        ('hooks of parameters',
+         any(getattr(p, k, None) for p in learn.model.parameters() for k in hooks),
+         "they act on each worker's gradient, before the mean over workers. Where that matters (a "
+         "clamp), change p.grad in a callback's before_step"),
+        ('padding', is_kind(learn.dls.train, ['SortedDL']),
+         "each worker pads its part to the longest item there"),
+        ('buffers', any(b.is_floating_point() for b in buffers),
+         "those that a forward pass changes are rank 0's, which saw its own part"),
+        ('order of the loader', answer.order_differed,
+         "it is another one in each fit, in one process, too, since it is drawn from a generator "
+         "of its own (such as np.random.default_rng() or random.Random()). Draw it from torch, "
+         "numpy or random themselves, or give the generator a seed, to compare"),
+        ('loss', answer.averaged, "averaged over workers: exact for a mean over items only")]
+    return {name:Reason(*reason) for name,is_so,*reason in rows if is_so}
 
 # %% ../../nbs/fastai2/731_check.ipynb #bc0fb45c
 _HINT = ("Does the model compare the items of a batch, of which each worker sees its part, or draw "
          "random numbers by itself, or is a metric not a mean over items? The page 'Same answer "
          "on N GPUs' says what can differ, and what to do.")
 
-def _verdict(
-    answer, # The `Answer` of the first comparison; gets that of a second one as `without`
-    compare_without # Called with reasons that can be removed, by name, as `_compare_without`
-):
+def _verdict(answer):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
-    removable = {k:r for k,r in answer.reasons.items() if r.remove}
-    answer.without,stay = compare_without(removable) if removable else (None, [])
-    answer.removed = [k for k in removable if k not in stay]
-    text,names = "Not the same",', '.join(answer.removed)
-    if answer.without is not None:
-        if answer.without.same: return f"Same, apart from {names}."
-        text += f", also without {names}"
-    text += "."
-    if stay: text += f" The learner doesn't train without {', '.join(stay)}."
-    others = stay+[k for k in answer.reasons if k not in removable]
-    if others: return f"{text} Expected to differ, and not removed here: {', '.join(others)}."
-    return f"{text} {_HINT}"
+    names = ', '.join(answer.removed)
+    if answer.without is not None and answer.without.same: return f"Same, apart from {names}."
+    text = f"Not the same, also without {names}." if names else "Not the same."
+    stay = {k:r for k,r in answer.reasons.items() if k not in answer.removed}
+    if needed := [k for k,r in stay.items() if r.remove]:
+        text += f" The learner doesn't train without {', '.join(needed)}."
+    if not stay: return f"{text} {_HINT}"
+    return f"{text} Expected to differ, and not removed here: {', '.join(stay)}."
 
 # %% ../../nbs/fastai2/731_check.ipynb #676f39ae
-def _compare_without(removable, # Name -> `Reason`
+def _compare_without(reasons, # Name -> `Reason`
     compare # Called with `Reason`s: compares without them
 ):
-    """Compare without the reasons `removable`, or without those that the learner can train without:
-    a callback may make the predictions or the loss. Return the `Answer`, None if all stay; and the
-    names of those that stay."""
-    callbacks = [k for k in removable if k.startswith('callback ')]
-    for stay in [], callbacks:
-        rest = [r for k,r in removable.items() if k not in stay]
+    """Compare without the `reasons` that can be removed, or without those of them that the learner
+    can train without: a callback may make the predictions or the loss. Return the `Answer`, None if
+    all stay; and the names of those that were removed."""
+    removable = [k for k,r in reasons.items() if r.remove]
+    for names in removable, [k for k in removable if not k.startswith('callback ')]:
         # the first comparison, with all of them, didn't fail
         with contextlib.suppress(Exception):
-            if rest: return compare(rest), stay
-    return None, [*removable]
+            if names: return compare([reasons[k] for k in names]), names
+    return None, []
 
 # %% ../../nbs/fastai2/731_check.ipynb #7f192c2a
-def _check(learn, steps, tol, options):
-    "As `distrib_check`; `learn.dls` has `loaders`."
-    options = dict(batch='per_worker') | options
-    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
-    gpus = options.get('gpus')
-    if gpus is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
-    # the batch size of a torch loader can't be changed, and other code may make batches by itself
-    has_size = all(isinstance(dl, DataLoader) for dl in learn.dls.loaders)
-    if not has_size or why_whole(learn.dls.loaders[0]): options['batch'] = 'global'
-    res = _compare(learn, steps, tol, options)
-    # without `gpus`, workers are on GPUs if there are any
-    res.reasons = reasons_for(learn, group.n_gpus() if gpus is None else gpus)
-    if any(row.what == 'batches' and not row.same for row in res):
-        res.reasons |= order_reasons(learn)
-    if res.averaged:
-        res.reasons['loss'] = Reason("averaged over workers: exact for a mean over items only")
-    def compare(reasons): return _compare(learn, steps, tol, options, reasons)
-    def compare_without(removable):
-        with suppress_lines(): return _compare_without(removable, compare)
-    res.verdict = _verdict(res, compare_without)
-    return res
-
 @patch
 def distrib_check(self:Learner,
     steps:int=5, # Training steps to compare
@@ -385,7 +295,20 @@ def distrib_check(self:Learner,
 
     Differences up to `tol`, relative to size, count as rounding."""
     refuse_in_launched_group('distrib_check')
-    with with_loaders(self): return _check(self, steps, tol, options)
+    options = dict(batch='per_worker') | options
+    # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
+    if options.get('gpus') is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
+    with with_loaders(self):
+        # the batch size of a torch loader can't be changed; other code may make batches by itself
+        has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
+        if not has_size or why_whole(self.dls.loaders[0]): options['batch'] = 'global'
+        compare = partial(_compare, self, steps, tol, options)
+        res = compare()
+        res.reasons = reasons_for(self, res)
+        if not res.same:
+            with suppress_lines(): res.without,res.removed = _compare_without(res.reasons, compare)
+    res.verdict = _verdict(res)
+    return res
 
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "

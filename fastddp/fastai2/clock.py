@@ -7,8 +7,8 @@ __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
 import os, time
-from math import inf
-from collections import defaultdict
+from collections import Counter, defaultdict
+from operator import itemgetter
 from typing import NamedTuple
 
 import torch
@@ -16,13 +16,13 @@ from fastai.learner import Recorder
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
+from ..launch.report import PARTS
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
-# In this module, without a collective: phases; samples of a GPU; waits for batches, and for ranks;
-# the `Clock`, which has all these; `resource_use`.
+# In this module, without a collective: phases; samples of a GPU; waits for batches; the `Clock`,
+# which has all these, and waits for ranks; `numbers_of`, which is what a rank says in the end.
 
-PHASES = 'data','forward','backward','optimizer','validation','metrics','other'
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
 
 # Event -> the phase of fastai's loop from its end to the next event; 'other' if it isn't here
@@ -44,119 +44,71 @@ _SAMPLE_EVERY = 32      # steps: in one of them the host waits for the GPU
 class DeviceSamples:
     """Samples of a GPU: training steps in which the host waits for it at each event, so that the
     host's clock shows how long the device computed"""
+    n_steps = n_samples = 0     # that began
+    is_sample = False           # True in such a step
     def __init__(self, on_gpu): # False: no step is a sample
         self.on_gpu = on_gpu
-        self.n_steps = 0
-        self.n_samples = 0
-        self.is_sample = False      # True in such a step
-        self.sampled = defaultdict(float)   # phase -> seconds in such steps
+        self.sampled = Counter()    # phase -> seconds in such steps
     def begin_step(self):
         "A training step begins; the first one is unlike the others, so it is no sample"
         self.n_steps += 1
         self.is_sample = self.on_gpu and self.n_steps%_SAMPLE_EVERY == 2
         self.n_samples += self.is_sample
         self.wait()
-    def end_training(self): self.is_sample = False
     def wait(self):
         "In a sample, wait until the device has done what the host has launched"
         if self.is_sample: device_module().synchronize()
     def note(self, phase, secs):
         if self.is_sample and phase in _COMPUTING: self.sampled[phase] += secs
-    def totals(self):
-        "Return the seconds of all steps by phase, for which the samples stand"
+    def corrected(self,
+        seconds # Kind of time -> seconds by the host's clock
+    ):
+        """Return the same with the seconds in which the device computed: those of all steps, for
+        which the samples stand. The other kinds share the time in which it didn't, in proportion to
+        the host's clock"""
         steps_per_sample = self.n_steps/max(self.n_samples, 1)
-        return {k:v*steps_per_sample for k,v in self.sampled.items()}
-
-# %% ../../nbs/fastai2/704_clock.ipynb #479b131c
-def with_device_seconds(
-    seconds, # Phase -> seconds by the host's clock
-    device # Phase -> seconds that the device computed; empty for a CPU
-):
-    """Return the seconds of all phases, with those of `device` where it has them. The other phases
-    share the time in which the device didn't compute, in proportion to the host's clock"""
-    others = {k:v for k,v in seconds.items() if k not in device}
-    idle_secs = max(sum(seconds.values())-sum(device.values()), 0.)
-    scale = min(idle_secs/max(sum(others.values()), 1e-9), 1.)
-    return device | {k:v*scale for k,v in others.items()}
+        device = {k:v*steps_per_sample for k,v in self.sampled.items()}
+        others = {k:v for k,v in seconds.items() if k not in device}
+        idle_secs = max(sum(seconds.values())-sum(device.values()), 0.)
+        scale = min(idle_secs/max(sum(others.values()), 1e-9), 1.)
+        return device | {k:v*scale for k,v in others.items()}
 
 # %% ../../nbs/fastai2/704_clock.ipynb #b3c0a7d2
 _SLOW_FACTOR = 10   # a wait for a batch is slow if it takes so many times the mean of the others
 _LEAST_WAIT = .05   # seconds; shorter waits are not slow
 
-class BatchWait(NamedTuple):
-    "A wait for a batch; compared as tuples, the longest is the largest"
-    secs:float=0.
-    epoch:int=0
-    number:int=0        # of the batch in its epoch
-
 class BatchWaits:
     """Sums up waits for batches. The first one of a phase lasts until the loader has started, so it
     is counted apart"""
-    def __init__(self):
-        self.n_phases = 0
-        self.n_batches = 0          # of all phases
-        self.secs = 0.              # seconds of waiting for them
-        self.is_first = True        # the next one is the first of its phase
-        self.first_secs = 0.        # seconds of waiting for the first batch of each phase
-        self.slow_secs = 0.         # seconds of slow waits
-        self.slowest = BatchWait()  # the longest one, not for a first batch
-    def begin_phase(self): self.is_first = True
-    def note(self, wait):
-        "Add a `BatchWait`"
-        self.n_batches += 1
-        self.secs += wait.secs
-        if self.is_first:
-            self.is_first = False
-            self.first_secs += wait.secs
-            self.n_phases += 1
+    n_others = 0                # batches that aren't the first of their phase
+    secs = slow_secs = 0.       # seconds of waiting for these, and of slow waits among them
+    slowest = 0.,0,0            # the longest one of these, its epoch and batch
+    def __init__(self): self.firsts = []    # seconds of waiting for the first batch of each phase
+    def note(self, secs, epoch,
+        number # Of the batch in its epoch
+    ):
+        if not number:
+            self.firsts.append(secs)
             return
-        if wait.secs < _LEAST_WAIT: return
-        # Compared with the mean of the other waits, without the slow ones; they are few, so
-        # `n_batches` has them. First waits have another cause, and count as at most this one each
-        of_firsts = min(self.first_secs, self.n_phases*wait.secs)
-        of_others = self.secs-self.first_secs-self.slow_secs-wait.secs + of_firsts
-        if wait.secs*self.n_batches > _SLOW_FACTOR*of_others: self.slow_secs += wait.secs
-        self.slowest = max(self.slowest, wait)
+        if secs >= _LEAST_WAIT:
+            # Compared with the mean of the other waits, without the slow ones; they are few, so
+            # `n` has them. First waits have another cause, and count as at most this one each
+            n = self.n_others+len(self.firsts)
+            others = self.secs-self.slow_secs + sum(min(o, secs) for o in self.firsts)
+            if secs*n > _SLOW_FACTOR*others: self.slow_secs += secs
+            self.slowest = max(self.slowest, (secs, epoch, number))
+        self.n_others += 1
+        self.secs += secs
     def startup_secs(self):
         "Return how much longer the waits for first batches took than as many waits for others"
-        n_others = self.n_batches-self.n_phases
-        if not n_others: return 0.
-        mean = (self.secs-self.first_secs)/n_others
-        return max(self.first_secs-self.n_phases*mean, 0.)
+        if not self.n_others: return 0.
+        return max(sum(self.firsts)-len(self.firsts)*self.secs/self.n_others, 0.)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #20ff502a
 class Spent(NamedTuple):
-    "Seconds that a rank spent otherwise than computing"
+    "Seconds that a rank spent otherwise than computing, since the fit began"
     data:float=0.       # waiting for batches
     callbacks:float=0.  # in callbacks, metrics among them
-
-class RankWaits:
-    "Sums up the seconds in which this rank waited for another one at a meeting, by their cause"
-    def __init__(self):
-        self.before_meeting = Spent()   # until the last meeting
-        self.since_meeting = Spent()    # between the last two meetings
-        self.seconds = defaultdict(float)   # 'data', 'callbacks' or 'uneven' -> seconds
-        self.uneven = defaultdict(float)    # (rank, epoch) -> seconds of uneven computing
-    def begin_meeting(self,
-        now # The `Spent` of this rank since the fit began
-    ):
-        "Return the `Spent` since the last meeting, to send to the others"
-        self.since_meeting = Spent(*(a-b for a,b in zip(now, self.before_meeting)))
-        self.before_meeting = now
-        return self.since_meeting
-    def note(self,
-        last_rank, # The rank for which this one has waited, the last one to come
-        left,      # Seconds of that wait
-        spent,     # The `Spent` of that rank since the last meeting
-        epoch
-    ):
-        "Divide a wait: what the last rank spent more for data and callbacks is the cause"
-        for cause,there,here in zip(Spent._fields, spent, self.since_meeting):
-            secs = min(max(there-here, 0.), left)
-            self.seconds[cause] += secs
-            left -= secs
-        self.seconds['uneven'] += left
-        self.uneven[last_rank,epoch] += left
 
 # %% ../../nbs/fastai2/704_clock.ipynb #8a1fe291
 class Clock:
@@ -172,39 +124,43 @@ class Clock:
         the clock        leave ------------> enter  lap lap leave ------> enter lap lap leave
 
     What a callback calls is counted as its own, also the events of a validation inside it. Waiting
-    for other ranks is counted by its cause, in `begin_meeting` and `end_meeting`. In the end
-    `totals` returns all of it."""
+    for other ranks is counted by its cause, in `end_meeting`. In the end `totals` returns all."""
     def __init__(self,
         board, # The `Board` at which the ranks meet
         on_gpu=False # The model is on an accelerator: see `DeviceSamples`
     ):
         self.board = board
-        self.seconds = defaultdict(float)   # phase, or class of a callback -> seconds
-        # seconds of exchanging gradients in backward passes; `distributed` sets it at the end
+        # Seconds: of each kind of `PARTS`; of callbacks by class; of waiting for other ranks by
+        # what those did ('data', 'callbacks' or 'uneven' computing); of the last by rank and epoch
+        self.seconds,self.callbacks,self.waits = Counter(),Counter(),Counter()
+        self.uneven = defaultdict(Counter)
+        # of exchanging gradients in backward passes; `distributed` sets it at the end
         self.exchange_secs = 0.
         # Parts with a state of their own
         self.batches = BatchWaits()
-        self.sizes = inf,0.     # of the smallest and largest batch, in elements per item
-        self.ranks = RankWaits()
         self.samples = DeviceSamples(on_gpu)
+        self.sizes = ()     # of the smallest and largest batch, in elements per item
+        self.spent = [Spent()]*board.n      # of each rank, until the last meeting
         # Where fastai's loop is
         self.depth = 0      # events that have begun, one in a callback of the other
-        self.phase = 'other'        # one of `PHASES`
+        self.phase = 'other'        # its kind of time
         self.in_validation = False
         self.epoch = 0
-        # The last look at the clock
-        self.last_time = time.perf_counter()
-        self.last_waited = self.board.waited    # what the board had waited by then
+        self.last_look = self._now()
         self.cpu_start = time.process_time()
+    def _now(self):
+        "A clock that stands while this rank waits for others at the board"
+        return time.perf_counter()-self.board.waited
     def lap(self, kind):
-        """Count the time since the last look at the clock as `kind`, a phase or a callback's class;
-        return its seconds. Waiting for other ranks at the board is left out"""
-        now = time.perf_counter()
-        waited = self.board.waited
-        secs = now-self.last_time - (waited-self.last_waited)
+        """Count the time since the last look at the clock as `kind`, one of `PARTS` or a callback's
+        class; return its seconds. Waiting for other ranks at the board is left out"""
+        now = self._now()
+        secs = now-self.last_look
+        self.last_look = now
+        if kind not in PARTS:
+            self.callbacks[kind] += secs
+            kind = 'callbacks'
         self.seconds[kind] += secs
-        self.last_time = now
-        self.last_waited = waited
         return secs
     def enter(self, event_name, learn):
         "Note that an event begins; return False if a callback of another event called it"
@@ -215,9 +171,11 @@ class Clock:
         self.samples.note(self.phase, secs)
         if event_name == 'before_batch':
             self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
-            self.batches.note(BatchWait(secs, self.epoch, learn.iter))
+            self.batches.note(secs, self.epoch, learn.iter)
             size = elements_per_item(getattr(learn, 'xb', ()))
-            if size: self.sizes = min(self.sizes[0], size),max(self.sizes[1], size)
+            if size:
+                sizes = size,*self.sizes
+                self.sizes = min(sizes),max(sizes)
         return True
     def leave(self, event_name):
         "Note that an event ends, and which phase of fastai's loop begins"
@@ -227,37 +185,42 @@ class Clock:
         self.lap('other')
         if event_name in ('before_train','before_validate'):
             self.in_validation = event_name == 'before_validate'
-            self.batches.begin_phase()
-            self.samples.end_training()
+            self.samples.is_sample = False
         phase = _PHASE_AFTER.get(event_name, 'other')
         self.phase = 'validation' if self.in_validation and phase in _COMPUTING else phase
-    def begin_meeting(self):
-        "Return the `Spent` since the last meeting, to send to the others"
-        # kinds that aren't phases are callbacks; metrics are computed by one, the Recorder
-        callbacks = sum(v for k,v in self.seconds.items() if k == 'metrics' or k not in PHASES)
-        return self.ranks.begin_meeting(Spent(self.seconds['data'], callbacks))
+    def spent_now(self):
+        "Return the `Spent` of this rank, to send to the others with a meeting"
+        seconds = self.seconds
+        return Spent(seconds['data'], seconds['callbacks']+seconds['metrics'])
     def end_meeting(self,
-        of_ranks # The `Spent` of each rank, as tuples
+        spent # The `Spent` of each rank, as tuples
     ):
+        """Divide the wait for the last rank, if this one has waited: what that one spent more for
+        data and callbacks, since the meeting before, is the cause; the rest is uneven computing"""
+        before,self.spent = self.spent,spent
         if self.board.last_wait is None: return     # this rank came last
-        last_rank,secs = self.board.last_wait
-        self.ranks.note(last_rank, secs, of_ranks[last_rank], self.epoch)
+        last_rank,left = self.board.last_wait
+        there,here = ([b-a for a,b in zip(before[r], spent[r])]
+                      for r in (last_rank,self.board.rank))
+        for cause,secs_there,secs_here in zip(Spent._fields, there, here):
+            secs = min(max(secs_there-secs_here, 0.), left)
+            self.waits[cause] += secs
+            left -= secs
+        self.waits['uneven'] += left
+        self.uneven[last_rank][self.epoch] += left
     def totals(self):
         "Return all of it for a `Report`: plain numbers, in dicts"
-        callbacks = {k:v for k,v in self.seconds.items() if k not in PHASES}
-        phases = {k:v for k,v in self.seconds.items() if k in PHASES}
-        phases['callbacks'] = sum(callbacks.values())
-        seconds = with_device_seconds(phases, self.samples.totals())
+        seconds = self.samples.corrected(self.seconds)
         # a backward pass of a sample has its exchange in it, too
         backward = seconds.get('backward', 0.)
         exchange = min(self.exchange_secs, backward)
         seconds |= dict(backward=backward-exchange, exchange=exchange)
         batches = self.batches
-        return dict(seconds=seconds, callbacks=callbacks, waits=dict(self.ranks.seconds),
-                    uneven=dict(self.ranks.uneven), slow=batches.slow_secs,
-                    starts=batches.startup_secs(), slowest=(*batches.slowest,),
-                    sizes=self.sizes if self.sizes[1] else (0.,0.),
-                    cpu=time.process_time()-self.cpu_start)
+        uneven = {rank:dict(by_epoch) for rank,by_epoch in self.uneven.items()}
+        return dict(seconds=seconds, callbacks=dict(self.callbacks), waits=dict(self.waits),
+                    uneven=uneven, slow=batches.slow_secs, starts=batches.startup_secs(),
+                    slowest=batches.slowest,
+                    sizes=self.sizes or (0.,0.), cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #53378770
 def elements_per_item(batch):
@@ -265,27 +228,30 @@ def elements_per_item(batch):
     return sum(t.numel()/max(len(t), 1) for t in tensors_in(batch) if t.dim())
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
-def resource_use(
+def numbers_of(
     learn, # A learner after its fit or validation on this rank
+    fit, # The `Fit`
     dl=None # What was validated or predicted; None: it was a fit
 ):
-    """Return what this rank uses and exchanges, for a `Report`: threads, loader processes and cores
-    as numbers, memory and gradients in bytes. Peaks of memory are those since
-    `Context.reset_memory_peak`"""
+    """Return what this rank says in a `Report`, see `launch.report`: the clock's `totals`; threads,
+    loader processes and cores as numbers; memory and gradients in bytes; how losses were computed;
+    whether orders differed. Peaks of memory are those since `Context.reset_memory_peak`"""
     trains = dl is None
     if trains: dl = learn.dls.loaders[0]
     torch_dl = getattr(dl, 'fake_l', dl)    # where a loader of fastai's keeps torch's settings
     n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
-    largest = max(sizes, key=sizes.get, default='')
     on_gpu = is_accelerator(device_of(learn.model))
-    return dict(threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
-                on_gpu=on_gpu, peak=memory_peak(),
-                gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
-                grads=sum(sizes.values()) if trains and n > 1 else 0,
-                cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
-                largest=(largest, sizes.get(largest, 0)),
-                metrics=[_name_of(o) for o in learn.metrics])
+    return fit.together.clock.totals() | dict(
+        threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
+        cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
+        on_gpu=on_gpu, peak=memory_peak(),
+        gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
+        grads=sum(sizes.values()) if trains and n > 1 else 0,
+        largest=max(sizes.items(), key=itemgetter(1), default=('', 0)),
+        metrics=[_name_of(o) for o in learn.metrics],
+        loss=fit.losses.describe(), averaged=fit.losses.has_averages,
+        order_differed=fit.together.order_differed)
 
 def _name_of(metric):
     "Return the name of a metric; of one that has none, such as that of a loss module, its class's"

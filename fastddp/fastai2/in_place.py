@@ -15,7 +15,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.scoped import Interrupts, with_attrs
 from .callbacks import model_from_rank0, opt_from_rank0
-from .clock import resource_use
+from .clock import numbers_of
 from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
 from .jobs import EndOfAll, NoteProgress, call_fit
@@ -67,7 +67,7 @@ def _complete(learn,
     "Put the numbers of all ranks into a report: all ranks have the same one."
     # no workers were started and nothing was sent, so the first batch came when the call began
     result['first_batch_at'] = report.began
-    result['report'] = fit.together.clock.totals() | resource_use(learn, dl)
+    result['report'] = numbers_of(learn, fit, dl)
     report.add_results(group.all_gather_object(result))
     reports[learn].append(report)
 

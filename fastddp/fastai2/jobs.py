@@ -21,7 +21,7 @@ from ..base import group
 from ..base.device import OutOfMemory, device_module
 from ..base.errors import MEMORY_NOTE
 from ..base.failure import item_name
-from .clock import resource_use
+from .clock import numbers_of
 from .events import OurCallback
 from .as_one import as_one_process, distributed
 from .inference import end_gathering, gatherers, join_parts, validate_part
@@ -261,8 +261,7 @@ def fit_job(ctx, obj):
     # the last meeting has set `has_unused_grads`
     grads = 'all' if fit.same_model.has_unused_grads else 'zeros'
     changes.send('cut' if interrupted else 'state', grads=grads)
-    report = fit.together.clock.totals() | resource_use(learn)
-    return noted.progress.result(interrupted, report=report)
+    return noted.progress.result(interrupted, report=numbers_of(learn, fit))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
 # Exceptions that end a validation in one process. All ranks raise one of the same kind: see
@@ -310,7 +309,7 @@ def infer_job(ctx, obj):
         changes.fit = fit
         own = fit.data.shard(dl, train=False)
         part,cancelled = until_cancelled(lambda: validate_part(learn, own, fit))
-    report = fit.together.clock.totals() | resource_use(learn, dl)
+    report = numbers_of(learn, fit, dl)
     ctx.end_phase('validate')
     learn.dl = None     # a failure from here on is that of no item
     changes.send('state', weights=False)

@@ -88,7 +88,7 @@ class FitCall(Call):
         payload,self.places = snapshot(self.learn, self.cbs, self._for_ranks(),
                                        session.model_factory, session.dls_factory,
                                        columns=session.columns)
-        self.places.read_only = session.unchanged
+        self.places.read_only = getattr(self.learn, 'borrowed', set())     # of a `copy_of`
         return payload
     def apply(self, meta, buffers):
         # a job in the background applies the end of an epoch meanwhile (`pull`)
@@ -197,7 +197,6 @@ class Session(BaseSession):
         store_attr('model_factory,dls_factory,asked_for')
         self.reports = []       # the `Report` of each call
         self.applying = threading.RLock()
-        self.unchanged = set()  # ids of objects that no fit of the block may change in the notebook
         self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
     def check(self):
         "Refuse a learner that can't train on workers"

@@ -41,7 +41,8 @@ from ..shard.sharded import Sharded, is_sharded, original, write_back
 # Progress, the last batch and its graph, and what exists for the time of a fit; sharded loaders and
 # what is left of an iteration over them; the device
 _STAYS = {
-    Learner: 'logger create_mbar dl xb yb pred loss loss_grad scaler lock distrib_session',
+    Learner: ('logger create_mbar dl xb yb pred loss loss_grad scaler lock distrib_session '
+              'borrowed'),
     Callback: 'pbar mbar old_logger autocast _state',
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
@@ -384,8 +385,12 @@ def twin(
     return Twin(*copied[:2], here, Places(copied).find(here.edges))
 
 def copy_of(learn):
-    "Return a copy of `learn` on its device, without callbacks that write, log or show progress."
-    res = twin(learn, {}, home_of(learn)).learn
+    """Return a copy of `learn` on its device, without callbacks that write, log or show progress.
+    What it shares with `learn`, such as variables of cells and data sets, stays as it is in the
+    notebook when the copy trains on workers: `borrowed` has the ids of that"""
+    made = twin(learn, {}, home_of(learn))
+    res = made.learn
+    res.borrowed = made.original.numbers.keys() & made.places.numbers.keys()
     res.remove_cbs([cb for cb in res.cbs if is_rank0_only(cb) or isinstance(cb, TrackerCallback)])
     res.logger = noop
     return res

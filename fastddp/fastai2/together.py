@@ -171,7 +171,7 @@ class Together(OurCallback):
         epoch = getattr(learn, 'epoch', None) or 0
         batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
         row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
-                  self.stop_requested(), *self.clock.begin_meeting(), **numbers)
+                  self.stop_requested(), *self.clock.spent_now(), **numbers)
         votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
         self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
         self.voting = 0

@@ -6,11 +6,12 @@
 __all__ = []
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
-import html, math, time
+import math, time
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
 from ..output.replay import several
+from ..output.tables import Bar, Bold, Shown
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
 
@@ -20,7 +21,7 @@ from ..base.device import accelerator_type, binds_to_numa, visible_cores
 #   Report: end_phase, add_results  in a call and at its end; `phase_ends` also gets those of rank 0
 #   summary_line, advice_line       after it; later the user reads `learn.distrib_report`
 #
-# An `Advice` comes from a function for each cause, which computes with the numbers in `FitNumbers`.
+# An `Advice` is a row of a table of causes, which is computed with the numbers in `FitNumbers`.
 # Their limits (a half, .8, 1.5 ...) are rules of thumb: they choose the sentence shown, if any.
 
 class Advice(NamedTuple):
@@ -35,15 +36,16 @@ def format_bytes(nbytes):
 # %% ../../nbs/launch/504_report.ipynb #6ee5f583
 _SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
 
-# A rank's dict, from `Clock.totals` and `resource_use` of `fastai2.clock`. In seconds:
+# A rank's dict, which `numbers_of` (`fastai2.clock`) returns. In seconds:
 #   seconds    of each kind of work, see `PARTS`; callbacks: of each, by name; cpu: of the process
 #   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
-#   uneven     the last of these, by (rank waited for, epoch)
+#   uneven     the last of these, by rank waited for, and epoch
 #   slow       for batches that took much longer than others; slowest: (seconds, epoch, batch)
 #   starts     for the first batches of phases, beyond what as many other batches took
 # In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
 # threads, loaders (processes), cores (its share of the machine's), sizes (the smallest and largest
-# batch, in elements per item). Also metrics (names), on_gpu.
+# batch, in elements per item). Also metrics (names), on_gpu, loss (how losses were computed, in
+# words), averaged (True if over ranks), order_differed (True if ranks drew different orders).
 class FitNumbers(NamedTuple):
     "The measurements of one call on the workers, from which advice is computed"
     seconds:float       # Duration of the whole call
@@ -59,6 +61,7 @@ class FitNumbers(NamedTuple):
     def mean(self, kind, table='seconds'):
         "Return entry `kind` of each rank's dict `table`, averaged over the ranks"
         return sum(r[table].get(kind, 0.) for r in self.ranks)/self.n
+    def sum(self, key): return sum(r[key] for r in self.ranks)
     def lost(self, kind):
         "Return the seconds of `kind` plus those spent waiting for a rank that took longer for it"
         return self.mean(kind)+self.mean(kind, 'waits')
@@ -75,140 +78,145 @@ class FitNumbers(NamedTuple):
     def has_small_steps(self): return self.step_seconds < _SMALL_STEP
 
 # %% ../../nbs/launch/504_report.ipynb #03fd0813
-def data_advice(fit):
+# The causes of a group exclude each other. A row: cause, whether it is this one, if none before it
+# is; the seconds that its remedy saves; the sentence
+
+def data_causes(fit):
     lost = fit.lost('data')
     wait = f"{fit.share(lost)} of the time the workers wait for data"
-    # a sum, since all ranks lose the time of a batch that is slow on one of them
-    if sum(r['slow'] for r in fit.ranks) > lost/2:
-        secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
-        of_epoch = f" of epoch {epoch}" if fit.steps else ''
-        return Advice('item', lost, f"{wait}, most of it for a few batches: batch {batch}"
-                      f"{of_epoch} took {secs:.1f} s. Look at its items and at the disk they are "
-                      "on.")
+    secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
+    of_epoch = f" of epoch {epoch}" if fit.steps else ''
     loaders = fit.rank0['loaders']
-    # a mean, since loaders start on all ranks at the same time
-    if loaders and sum(r['starts'] for r in fit.ranks)/fit.n > lost/2:
-        return Advice('loaders', lost, f"{wait}, most of it for the first batch of each epoch, "
-                      "when loader processes start: take longer epochs or, if items are quickly "
-                      "made, num_workers=0.")
     most_loaders = max(fit.cores//fit.n, 1)
     where = f"{several(fit.cores, 'core')}, {several(fit.n, 'worker')}"
-    if loaders >= most_loaders:
-        return Advice('data', lost, f"{wait}, and no core is free for more loader processes "
-                      f"({where}): cache the decoded items, or take cheaper transforms.")
-    return Advice('data', lost, f"{wait}: raise num_workers from {loaders} to {most_loaders} "
-                  f"({where}), or cache the decoded items.")
+    return [
+        # a sum, since all ranks lose the time of a batch that is slow on one of them
+        ('item', fit.sum('slow') > lost/2, lost,
+         f"{wait}, most of it for a few batches: batch {batch}{of_epoch} took {secs:.1f} s. Look "
+         "at its items and at the disk they are on."),
+        # a mean, since loaders start on all ranks at the same time
+        ('loaders', loaders and fit.sum('starts')/fit.n > lost/2, lost,
+         f"{wait}, most of it for the first batch of each epoch, when loader processes start: take "
+         "longer epochs or, if items are quickly made, num_workers=0."),
+        ('data', loaders >= most_loaders, lost,
+         f"{wait}, and no core is free for more loader processes ({where}): cache the decoded "
+         "items, or take cheaper transforms."),
+        ('data', True, lost,
+         f"{wait}: raise num_workers from {loaders} to {most_loaders} ({where}), or cache the "
+         "decoded items.")]
 
 # %% ../../nbs/launch/504_report.ipynb #8c734993
-def exchange_advice(fit):
-    "Return the `Advice` for time that the exchange of gradients takes; None for one rank"
-    if fit.n == 1: return None
+def exchange_causes(fit):
+    "The exchange of gradients, which one rank doesn't have"
     lost = fit.mean('exchange')
-    if fit.has_small_steps:
-        lost += fit.mean('other')+fit.mean('uneven', 'waits')
-        per_step = lost/max(fit.steps, 1)
-        return Advice('small', lost, f"A step takes {(fit.step_seconds+per_step)*1000:.1f} ms, of "
-                      f"which {per_step*1000:.1f} ms synchronize the workers: take a larger "
-                      "batch, or one worker.")
+    lost_small = lost+fit.mean('other')+fit.mean('uneven', 'waits')
+    per_step = lost_small/max(fit.steps, 1)
     gradient_bytes = fit.rank0['grads']
+    layer,layer_bytes = fit.rank0['largest']
     exchange = (f"{fit.share(lost)} of the time the workers exchange gradients, "
                 f"{format_bytes(gradient_bytes)} per step")
-    layer,layer_bytes = fit.rank0['largest']
-    if layer_bytes > gradient_bytes/2 and layer_bytes > 2**20:
-        return Advice('layer', lost, f"{exchange}, of which {format_bytes(layer_bytes)} are "
-                      f"{layer}: make this layer smaller, freeze it, or take a larger batch.")
-    return Advice('exchange', lost, f"{exchange}: take a larger batch, accumulate gradients "
-                  "(GradientAccumulation), or compress them (comm_hook=bf16_compress_hook).")
+    return [
+        ('small', fit.n > 1 and fit.has_small_steps, lost_small,
+         f"A step takes {(fit.step_seconds+per_step)*1000:.1f} ms, of which {per_step*1000:.1f} ms "
+         "synchronize the workers: take a larger batch, or one worker."),
+        ('layer', layer_bytes > max(gradient_bytes/2, 2**20), lost,
+         f"{exchange}, of which {format_bytes(layer_bytes)} are {layer}: make this layer smaller, "
+         "freeze it, or take a larger batch."),
+        ('exchange', True, lost,
+         f"{exchange}: take a larger batch, accumulate gradients (GradientAccumulation), or "
+         "compress them (comm_hook=bf16_compress_hook).")]
 
 # %% ../../nbs/launch/504_report.ipynb #7c2680d5
 _UNEQUAL = 1.2      # times as large: batches up to this count as of one size
 
-def uneven_advice(fit):
-    "Return the `Advice` for time that ranks wait for others that compute; None without such a rank"
-    if fit.n == 1 or fit.has_small_steps: return None
+def uneven_causes(fit):
+    "Ranks that wait for others that compute"
     waited = defaultdict(Counter)       # rank that others waited for -> epoch -> their seconds
     for r in fit.ranks:
-        for (rank,epoch),secs in r['uneven'].items(): waited[rank][epoch] += secs
-    if not waited: return None
+        for rank,by_epoch in r['uneven'].items(): waited[rank].update(by_epoch)
+    if not waited or fit.has_small_steps: return []
     lost = fit.mean('uneven', 'waits')
     wait = f"{fit.share(lost)} of the time workers wait for others"
-    slowest_rank = max(waited, key=lambda rank: waited[rank].total())
-    by_epoch = waited[slowest_rank]
     where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
-    if by_epoch.total() < .8*sum(o.total() for o in waited.values()):
-        least,most = min(r['sizes'][0] for r in fit.ranks),max(r['sizes'][1] for r in fit.ranks)
-        if most > _UNEQUAL*least:
-            return Advice('sizes', lost, f"{wait}, in turn, and items of one batch are up to "
-                          f"{most/max(least, 1):.1f} times as large as of another: sort them by "
-                          "length (SortedDL), or cut the longest ones.")
-        return Advice('turns', lost, f"{wait}, in turn, though all batches are of one size: look "
-                      f"for other programs on the {where}.")
+    totals = {rank:by_epoch.total() for rank,by_epoch in waited.items()}
+    slowest = max(totals, key=totals.get)
+    in_turn = totals[slowest] < .8*sum(totals.values())
+    least,most = min(r['sizes'][0] for r in fit.ranks),max(r['sizes'][1] for r in fit.ranks)
     # the first epoch that counts: less than a quarter of the worst one is chance
+    by_epoch = waited[slowest]
     first = min(epoch for epoch,secs in by_epoch.items() if secs >= max(by_epoch.values())/4)
     since = f" since epoch {first}" if first else ''
-    return Advice('rank', lost, f"{wait}, for worker {slowest_rank}{since}: look for another "
-                  f"program on its {where}, or leave it out.")
+    return [
+        ('sizes', in_turn and most > _UNEQUAL*least, lost,
+         f"{wait}, in turn, and items of one batch are up to {most/max(least, 1):.1f} times as "
+         "large as of another: sort them by length (SortedDL), or cut the longest ones."),
+        ('turns', in_turn, lost,
+         f"{wait}, in turn, though all batches are of one size: look for other programs on the "
+         f"{where}."),
+        ('rank', True, lost,
+         f"{wait}, for worker {slowest}{since}: look for another program on its {where}, or leave "
+         "it out.")]
 
 # %% ../../nbs/launch/504_report.ipynb #419af330
-def metrics_advice(fit):
+def metrics_causes(fit):
     lost = fit.mean('metrics')
     names = ', '.join(fit.rank0['metrics'])
-    return Advice('metrics', lost, f"{fit.share(lost)} of the time goes into metrics"
-                  f"{f' ({names})' if names else ''}: compute them less often, or on fewer items.")
+    return [('metrics', True, lost,
+             f"{fit.share(lost)} of the time goes into metrics{f' ({names})' if names else ''}: "
+             "compute them less often, or on fewer items.")]
 
-def callbacks_advice(fit):
-    "Return the `Advice` for time that goes into callbacks; None if metrics are the cause of it"
+def callbacks_causes(fit):
+    "A callback, unless metrics are the cause of most of the time"
     lost = fit.lost('callbacks')
-    longest = {}        # callback -> its seconds on the rank where it took longest
-    for r in fit.ranks:
-        for name,secs in r['callbacks'].items(): longest[name] = max(longest.get(name, 0.), secs)
-    if not longest or max(longest.values()) < lost/4: return None
-    name = max(longest, key=longest.get)
-    return Advice('callback', lost, f"{fit.share(lost)} of the time goes into callbacks, most of "
-                  f"it into {name}: let it act less often, once an epoch for example.")
+    longest = Counter()     # callback -> its seconds on the rank where it took longest
+    for r in fit.ranks: longest |= Counter(r['callbacks'])
+    return [('callback', secs >= lost/4, lost,
+             f"{fit.share(lost)} of the time goes into callbacks, most of it into {name}: let it "
+             "act less often, once an epoch for example.") for name,secs in longest.most_common(1)]
 
-def validation_advice(fit):
-    "Return the `Advice` for a validation that takes most of the time, else None"
+def validation_causes(fit):
     lost = fit.mean('validation')
-    if lost < .6*fit.seconds: return None
-    return Advice('validation', lost, f"{fit.share(lost)} of the time goes into validation: take "
-                  "fewer items, or larger batches for it (val_bs).")
+    return [('validation', lost >= .6*fit.seconds, lost,
+             f"{fit.share(lost)} of the time goes into validation: take fewer items, or larger "
+             "batches for it (val_bs).")]
 
 # %% ../../nbs/launch/504_report.ipynb #528873c9
-def start_advice(fit):
-    "Return the `Advice` for a start of two seconds or more, else None"
+def start_causes(fit):
+    "A start of two seconds or more"
     lost = fit.start_seconds
-    if lost < 2 or not fit.epochs: return None
     work = sum(map(fit.mean, ('data','forward','backward','optimizer','metrics','validation')))
-    saved_per_epoch = (fit.n*work-(fit.seconds-lost))/fit.epochs
+    saved_per_epoch = (fit.n*work-(fit.seconds-lost))/max(fit.epochs, 1)
     pays = "doesn't pay here"
     if saved_per_epoch > 0: pays = f"pays from epoch {math.ceil(lost/saved_per_epoch)} on"
-    return Advice('start', lost, f"{fit.share(lost)} of the time is the start, which {pays}: call "
-                  "several fits in one distrib_ctx block, or train locally.")
+    return [('start', lost >= 2 and fit.epochs, lost,
+             f"{fit.share(lost)} of the time is the start, which {pays}: call several fits in one "
+             "distrib_ctx block, or train locally.")]
 
-def threads_advice(fit):
-    "Return the `Advice` for ranks on the CPU with more threads than cores, else None"
-    threads = sum(r['threads'] for r in fit.ranks)
-    if fit.rank0['on_gpu'] or threads <= 1.5*fit.cores: return None
+def threads_causes(fit):
+    "Ranks on the CPU with more threads than cores"
+    threads = fit.sum('threads')
     busy = fit.compute_seconds+fit.mean('uneven', 'waits')+fit.mean('exchange')
-    return Advice('threads', busy*(1-fit.cores/threads), f"{fit.n} workers compute with {threads} "
-                  f"threads on {several(fit.cores, 'core')}: leave out threads= and "
-                  "torch.set_num_threads.")
+    return [('threads', threads > 1.5*fit.cores and not fit.rank0['on_gpu'],
+             busy*(1-fit.cores/threads),
+             f"{fit.n} workers compute with {threads} threads on {several(fit.cores, 'core')}: "
+             "leave out threads= and torch.set_num_threads.")]
 
 # %% ../../nbs/launch/504_report.ipynb #186a83d5
-_TRAINING_CAUSES = (data_advice, exchange_advice, uneven_advice, metrics_advice, callbacks_advice,
-                    validation_advice, start_advice, threads_advice)
-_INFERENCE_CAUSES = data_advice,metrics_advice,callbacks_advice
-_GPU_INFERENCE_CAUSES = (data_advice,)
+_GPU_INFERENCE_CAUSES = (data_causes,)
+_INFERENCE_CAUSES = data_causes,metrics_causes,callbacks_causes
+_TRAINING_CAUSES = (*_INFERENCE_CAUSES, exchange_causes, uneven_causes, validation_causes,
+                    start_causes, threads_causes)
 _LEAST_SHARE = .1       # of the call
 _LEAST_SECONDS = .5
 
 def advice_for(fit):
     "Return at most three `Advice` that are worth following, the one that saves most first"
     inference = _GPU_INFERENCE_CAUSES if fit.rank0['on_gpu'] else _INFERENCE_CAUSES
-    causes = _TRAINING_CAUSES if fit.steps else inference
-    found = [o for cause in causes if (o := cause(fit))]
-    worth = [o for o in found if o.seconds > max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)]
+    least = max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)
+    worth = []
+    for causes in _TRAINING_CAUSES if fit.steps else inference:
+        found = [Advice(cause, *rest) for cause,is_so,*rest in causes(fit) if is_so]
+        worth += [o for o in found[:1] if o.seconds > least]
     return sorted(worth, key=lambda o: -o.seconds)[:3]
 
 # %% ../../nbs/launch/504_report.ipynb #0b555c10
@@ -227,134 +235,56 @@ PHASES = {
     'back': "weights and all else into the notebook's learner",
     'failed': "runs that failed before this one"}
 
-def phase_seconds(
-    began, # `time.time()` when the first phase began
-    phase_ends # `(phase, time.time() at its end)`
-):
-    "Return phase -> seconds, in the order in which they happened"
-    res = {}
-    last = began
-    for phase,ended in phase_ends:
-        res[phase] = res.get(phase, 0.) + max(ended-last, 0.)
-        last = max(ended, last)
-    return res
-
 # %% ../../nbs/launch/504_report.ipynb #0b03e985
-class Part(NamedTuple):
-    "How a bar shows one kind of a rank's time"
-    meaning:str
-    colour:str  # Visible on white and on black
+# Kind of a rank's time -> what it is, and its colour, which is visible on white and on black. In
+# this order a bar shows them
+PARTS = {'data': ("waiting for data",'#d9822b'), 'forward': ("forward",'#3f8ae0'),
+         'backward': ("backward",'#2559a8'), 'optimizer': ("optimizer",'#7fb2e8'),
+         'exchange': ("exchange of gradients",'#b04ad0'),
+         'waiting': ("waiting for other ranks",'#c94a3b'),
+         'metrics': ("metrics",'#3a9d8f'), 'callbacks': ("callbacks",'#87a330'),
+         'validation': ("validation",'#5ba3b5'), 'other': ("all else",'#8a8f98')}
 
-# Kind of time -> its `Part`, in the order in which a bar shows them
-PARTS = {'data': Part("waiting for data",'#d9822b'), 'forward': Part("forward",'#3f8ae0'),
-         'backward': Part("backward",'#2559a8'), 'optimizer': Part("optimizer",'#7fb2e8'),
-         'exchange': Part("exchange of gradients",'#b04ad0'),
-         'waiting': Part("waiting for other ranks",'#c94a3b'),
-         'metrics': Part("metrics",'#3a9d8f'), 'callbacks': Part("callbacks",'#87a330'),
-         'validation': Part("validation",'#5ba3b5'), 'other': Part("all else",'#8a8f98')}
-
-class Bars(list):
-    "For each rank: kind of time -> seconds. As HTML: two columns, ranks and bars, above a scale"
-    def text(self):
-        return [f"  rank {r}: {', '.join(f'{PARTS[k].meaning} {s:.2f} s' for k,s in bar.items())}"
-                for r,bar in enumerate(self)]
-    def html(self):
-        longest = max((sum(bar.values()) for bar in self), default=0.)
-        if not longest: return ''
-        kinds = [(k,part) for k,part in PARTS.items() if any(k in bar for bar in self)]
-        res = ['<div style="display:grid;grid-template-columns:60px 1fr;row-gap:4px">']
-        for r,bar in enumerate(self):
-            boxes = [f'<div title="{PARTS[k].meaning}: {secs:.2f} s" style="height:20px;'
-                     f'background:{PARTS[k].colour};width:{100*secs/longest:.1f}%"></div>'
-                     for k,secs in bar.items()]
-            res.append(f'<span>rank {r}</span><div style="display:flex">{"".join(boxes)}</div>')
-        ticks = [f'<span>{longest*i/4:.{longest < 10:d}f} s</span>' for i in range(5)]
-        res.append('<span></span><div style="display:flex;justify-content:space-between;'
-                   f'border-top:1px solid">{"".join(ticks)}</div></div>')
-        res += [f'<span style="color:{o.colour}">&#9632;</span> {o.meaning} &nbsp; '
-                for _,o in kinds]
-        return ''.join(res)
-
-# %% ../../nbs/launch/504_report.ipynb #5a0c0002
-class Bold(str): "A sentence that matters most"
-
-def _aligned(column):
-    "Return the cells of a column in equal width; numbers below a heading are to the right"
-    width = max(map(len, column))
-    is_number = all(o[:1].isdigit() or o in ('','-') for o in column[1:])
-    return [o.rjust(width) if is_number else o.ljust(width) for o in column]
-
-def as_text(
-    parts # Each a `str`, a list of rows, which are tuples of one length, or `Bars`
-):
-    "Return `parts` as text"
-    lines = []
-    for o in parts:
-        if isinstance(o, str): lines.append(o)
-        elif isinstance(o, Bars): lines += o.text()
-        else:
-            rows = zip(*map(_aligned, zip(*o)))
-            lines += [f"  {'  '.join(row)}".rstrip() for row in rows]
-    return '\n'.join(lines)
-
-def as_html(parts):
-    "Return what `as_text` does as HTML"
-    res = []
-    for o in parts:
-        if isinstance(o, Bars): res.append(o.html())
-        elif isinstance(o, Bold): res.append(f'<b>{html.escape(o)}</b><br>')
-        elif isinstance(o, str): res.append(f'{html.escape(o)}<br>')
-        else:
-            rows = [''.join(f'<td style="text-align:left">{html.escape(v)}</td>' for v in row)
-                    for row in o]
-            res.append(f'<table>{"".join(f"<tr>{row}</tr>" for row in rows)}</table>')
-    return f'<div style="max-width:720px;line-height:1.5">{"".join(res)}</div>'
-
-class Shown:
-    "An object that shows itself, by `parts()`"
-    def __repr__(self): return as_text(self.parts())
-    def _repr_html_(self): return as_html(self.parts())
-    __str__ = __repr__
+def bars_of(ranks):
+    "Return the table of ranks, with a bar of the seconds of each"
+    each = [r['seconds'] | dict(waiting=sum(r['waits'].values())) for r in ranks]
+    return [(f'rank {r}', Bar((meaning, secs[k], colour) for k,(meaning,colour) in PARTS.items()
+                              if secs.get(k, 0.) > 0)) for r,secs in enumerate(each)]
 
 # %% ../../nbs/launch/504_report.ipynb #5a0c0005
 def cores_of(ranks):
     "Return the number of CPU cores of all machines that the ranks run on"
     return round(sum(r['cores'] for r in ranks)) or visible_cores()
 
-def bars_of(ranks):
-    "Return the `Bars` of ranks, kinds of time in the order of `PARTS`"
-    each = [r['seconds'] | dict(waiting=sum(r['waits'].values())) for r in ranks]
-    return Bars({k:secs[k] for k in PARTS if secs.get(k, 0.) > 0} for secs in each)
-
 def facts_of(report):
     "Return phrases about bytes that were sent, memory, and the load of the cores"
-    ranks,res = report.ranks,[]
-    if report.sent_bytes: res.append(f"{format_bytes(report.sent_bytes)} sent to the workers")
-    if report.state_bytes: res.append(f"{format_bytes(report.state_bytes)} of state sent back")
-    if not ranks: return res
-    rank0_seconds = max(sum(bars_of(ranks)[0].values()), 1e-9)
-    busy_cores = ', '.join(f"{r['cpu']/rank0_seconds:.1f}" for r in ranks)
-    if grads := ranks[0]['grads']: res.append(f"{format_bytes(grads)} of gradients per step")
-    res += [f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}",
-            f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"]
-    if ranks[0]['on_gpu']:
-        res.append(f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")
-    return res
+    # whether there is such a fact, the fact
+    rows = [(report.sent_bytes, f"{format_bytes(report.sent_bytes)} sent to the workers"),
+            (report.state_bytes, f"{format_bytes(report.state_bytes)} of state sent back")]
+    if ranks := report.ranks:
+        rank0 = ranks[0]
+        seconds = sum(rank0['seconds'].values())+sum(rank0['waits'].values())
+        busy_cores = ', '.join(f"{r['cpu']/max(seconds, 1e-9):.1f}" for r in ranks)
+        rows += [
+            (rank0['grads'], f"{format_bytes(rank0['grads'])} of gradients per step"),
+            (True, f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}"),
+            (True, f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"),
+            (rank0['on_gpu'], f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")]
+    return [fact for is_so,fact in rows if is_so]
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
 class Report(Shown):
     """Where the time of one call on the workers went, and what would make it faster, as text and
     bars. The first phase begins when the report is made"""
     calls = ()      # the reports of all calls of the block, in order, if it is that of the longest
+    sent_bytes = state_bytes = 0    # size of the snapshot, and of the state that came back
+    ranks = ()      # the dict of each rank, see `FitNumbers`
+    result = None   # `Progress.result` of rank 0
     def __init__(self, what=''): # What was called, such as 'fit'
         self.what = what
         self.began = time.time()
         self.phase_ends = []    # `(phase, time.time() at its end)`
-        self.ranks = []         # the dict of each rank, see `FitNumbers`
-        self.result = {}        # `Progress.result` of rank 0
-        self.sent_bytes = 0     # size of the snapshot
-        self.state_bytes = 0    # size of the state that came back
-        self.imports = {}       # library -> seconds of its import by a worker
+        self.imports = []       # `Outcome.imports`: what a worker had to import
     def end_phase(self, phase):
         "Note that `phase`, such as a key of `PHASES`, ends now"
         self.phase_ends.append((phase, time.time()))
@@ -362,34 +292,37 @@ class Report(Shown):
         "Add `Progress.result` of each rank, with its dict as `report` if it has one"
         self.result = results[0]
         self.ranks = [r['report'] for r in results if r.get('report')]
-    def add_imports(self, imports # `Outcome.imports`
-    ):
-        "Add what a worker had to import"
-        for module,seconds,_ in imports:
-            library = module.partition('.')[0]
-            self.imports[library] = self.imports.get(library, 0.)+seconds
     @property
     def imported(self):
         "The libraries that took long to import, as text"
-        least = sum(self.imports.values())/10
-        return ', '.join(k for k,secs in self.imports.items() if secs >= least)
+        seconds = Counter()
+        for module,secs,_ in self.imports: seconds[module.partition('.')[0]] += secs
+        return ', '.join(k for k,secs in seconds.items() if secs >= seconds.total()/10)
     @property
-    def phases(self): return phase_seconds(self.began, self.phase_ends)
+    def phases(self):
+        "Phase -> seconds, in the order in which they happened"
+        res = Counter()
+        last = self.began
+        for phase,ended in self.phase_ends:
+            res[phase] += max(ended-last, 0.)
+            last = max(ended, last)
+        return res
     @property
     def total(self): return sum(self.phases.values())       # seconds
     @property
     def advice(self):
         "What would make the call faster: at most three `Advice`, the one that saves most first"
-        first_batch_at = self.result.get('first_batch_at')
-        if not self.ranks or first_batch_at is None: return []
-        return advice_for(FitNumbers(self.total, first_batch_at-self.began, cores_of(self.ranks),
-                                     self.result['epochs'], self.result['steps'], self.ranks))
+        result = self.result
+        if not self.ranks or result['first_batch_at'] is None: return []
+        start = result['first_batch_at']-self.began
+        return advice_for(FitNumbers(self.total, start, cores_of(self.ranks), result['epochs'],
+                                     result['steps'], self.ranks))
     def first_advice(self): return self.advice[0].text if self.advice else ''
     def to_dict(self):
         "Return all of it as plain values, which `json` can write"
-        ranks = [r | dict(uneven=[[*k, v] for k,v in r['uneven'].items()]) for r in self.ranks]
         return dict(what=self.what, seconds=self.total, phases=self.phases, nbytes=self.sent_bytes,
-                    state=self.state_bytes, advice=[o._asdict() for o in self.advice], ranks=ranks)
+                    state=self.state_bytes, advice=[o._asdict() for o in self.advice],
+                    ranks=self.ranks)
     def parts(self):
         if not self.phase_ends: return ["Nothing ran on workers yet: call learn.distrib_fit(1)."]
         res = []

@@ -164,7 +164,7 @@ class Call:
         self.apply(meta, buffers)
         self.has_result = True
         self.report.phase_ends += out.phase_ends
-        self.report.add_imports(out.imports)
+        self.report.imports += out.imports
     def on_failure(self, e, is_last):
         """Note how a try has failed. `apply_state`, unless the next try begins anew: until there
         are workers for that one, `e` keeps the state (`give_up`)"""

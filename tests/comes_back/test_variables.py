@@ -147,6 +147,11 @@ def test_a_check_writes_nothing(cell, two):
     assert cell['n'] == len(cell['losses']) == 3
 
 
+def test_a_bench_writes_nothing(cell):
+    learner(loss_func=cell['loss'], cbs=cell['Notes']()).distrib_bench((1, 2), steps=2)
+    assert cell['n'] == len(cell['losses']) == cell['Notes'].steps == 0
+
+
 def test_a_large_array_comes_back():
     "All of it is not compared, so that it costs no time where nothing changed"
     preds, kept = np.zeros(17_000_000), np.zeros(17_000_000)

@@ -4,7 +4,7 @@ import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.base.board import Board
-from fastddp.fastai2.clock import BatchWait, Clock
+from fastddp.fastai2.clock import Clock
 from fastddp.launch import report
 from fastddp.launch.report import FitNumbers, advice_for
 from learners import make_learner
@@ -57,7 +57,7 @@ def fit(*ranks, cores=16, seconds=10., start=.1, steps=100, epochs=2):
 
 def in_turn(**more):
     "Each rank waits for the other one"
-    return fit(*(rank(waits=dict(uneven=2.), uneven={(1-r, 0): 2.}, **more) for r in range(2)))
+    return fit(*(rank(waits=dict(uneven=2.), uneven={1-r: {0: 2.}}, **more) for r in range(2)))
 
 
 TROUBLES = {
@@ -70,7 +70,7 @@ TROUBLES = {
     'small': (fit(rank(dict(forward=1., backward=1., optimizer=1., exchange=2., other=4.)), steps=1000), 'one worker'),
     'layer': (fit(rank(dict(exchange=4.), grads=2**28, largest=('head.weight', 2**27+1))), 'head.weight'),
     'exchange': (fit(rank(dict(exchange=4.), grads=2**28, largest=('0.weight', 2**24))), 'bf16'),
-    'rank': (fit(rank(waits=dict(uneven=6.), uneven={(1, 0): .1, (1, 3): 5.9}), rank()), 'worker 1 since epoch 3'),
+    'rank': (fit(rank(waits=dict(uneven=6.), uneven={1: {0: .1, 3: 5.9}}), rank()), 'worker 1 since epoch 3'),
     'sizes': (in_turn(sizes=(4., 12.)), 'SortedDL'),
     'turns': (in_turn(), 'all batches are of one size'),
     'metrics': (fit(rank(dict(metrics=4.), metrics=['slow'])), '(slow)'),
@@ -93,7 +93,7 @@ def test_the_first_sentence_names_the_cause(name):
     fit(), fit(rank(), cores=2),
     fit(rank(dict(forward=.01, data=.02, exchange=.02)), seconds=.1),      # too short for a word
     fit(rank(dict(validation=3., metrics=.3, callbacks=.3), callbacks=dict(Recorder=.3)), seconds=13.),
-    fit(rank(waits=dict(uneven=.4), uneven={(1, 0): .4}), rank(waits=dict(uneven=.3), uneven={(0, 0): .3})),
+    fit(rank(waits=dict(uneven=.4), uneven={1: {0: .4}}), rank(waits=dict(uneven=.3), uneven={0: {0: .3}})),
     fit(seconds=10., start=1.9)])
 def test_no_advice_without_need(innocent): assert advice_for(innocent) == []
 
@@ -165,8 +165,7 @@ def test_predictions_that_wait_for_data(two):
 def test_the_start_of_loader_processes_is_what_first_batches_take_longer():
     clock = Clock(Board(0, 1))
     def phase(*waits):
-        clock.batches.begin_phase()
-        for i, secs in enumerate(waits): clock.batches.note(BatchWait(secs, 0, i))
+        for i, secs in enumerate(waits): clock.batches.note(secs, 0, i)
     phase(.5, .1, .1)
     phase(.3, .1, .1)
     assert clock.totals()['starts'] == pytest.approx(.6)
@@ -205,14 +204,14 @@ def test_of_inference_only_what_its_clock_can_tell(on_gpu, causes):
 
 
 def test_on_a_gpu_the_cores_are_no_cause():
-    uneven = [rank(waits=dict(uneven=6.), uneven={(1, 3): 6.}, on_gpu=True), rank()]
+    uneven = [rank(waits=dict(uneven=6.), uneven={1: {3: 6.}}, on_gpu=True), rank()]
     assert 'another program on its GPU,' in advice_for(fit(*uneven))[0].text
     assert not advice_for(fit(rank(threads=8, on_gpu=True), cores=2))
 
 
 def test_waits_that_loading_explains_altogether():
     "No second is left for uneven computing"
-    assert not advice_for(fit(rank(uneven={(1, 0): 0.}), rank()))
+    assert not advice_for(fit(rank(uneven={1: {0: 0.}}), rank()))
 
 
 @pytest.mark.parametrize('on_gpu', [False, True])
