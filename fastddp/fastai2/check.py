@@ -14,6 +14,7 @@ import torch
 from fastai.callback.core import Callback, CancelTrainException, _inner_loop
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import apply
 from fastcore.basics import patch
 from torch import nn
 
@@ -30,6 +31,8 @@ from .snapshot import copy_of, left_out
 from ..output.replay import suppress_lines
 from ..output.tables import Bold, Shown
 from ..payload.places import Places
+from ..payload.state import opt_tensors
+from ..shard.loss import loss_module
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
@@ -67,7 +70,7 @@ class Answer(Shown, list):
     order_differed = False      # True if workers have drawn different orders
     on_gpu = False
     reasons = {}        # Name -> `Reason`: what is expected to differ
-    without = None      # The `Answer` of the second comparison, without reasons that were removed
+    without = None      # The `Answer` of the second comparison, without what can be removed
     removed = ()        # The names of these reasons
     verdict = ''        # A sentence or two for the user
     @property
@@ -75,7 +78,7 @@ class Answer(Shown, list):
     def parts(self):
         rows = [(row.what, row.text()) for row in self]
         if self.without is not None:
-            rows = [('', 'as it is', f"without {', '.join(self.removed)}"),
+            rows = [('', 'as it is', f"without {', '.join(self.removed or ['rounding'])}"),
                     *((*row, o.text()) for row,o in zip(rows, self.without))]
         reasons = [f"{k}: {r.why}" for k,r in self.reasons.items()] if not self.same else []
         return [Bold(self.verdict), rows, f"loss: {self.loss}", *reasons]
@@ -138,7 +141,8 @@ def _found(learn,
 
 def _compare(learn, steps, tol,
              options, # Of `distrib_ctx`
-             reasons=() # `Reason`s that are taken out of both copies
+             reasons=(), # `Reason`s that are taken out of both copies
+             in_float64=False # Train both in float64
 ):
     "Train a copy of `learn` on workers and another one in this process; return the `Answer`."
     copies = on_workers,in_one = copy_of(learn),copy_of(learn)
@@ -146,6 +150,7 @@ def _compare(learn, steps, tol,
         # rounding of TF32 is far above `tol`; workers take over the notebook's setting
         stack.enter_context(without_tf32())
         for o,r in itertools.product(copies, reasons): r.remove(o, stack)
+        if in_float64: [_use_float64(o) for o in copies]
         many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
     tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
     res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
@@ -195,6 +200,22 @@ class FixedBatchNorm(Callback):
             if isinstance(m, _BN): m.eval()
 
 def _fix_batch_norm(learn, stack): learn.add_cb(FixedBatchNorm())
+
+# %% ../../nbs/fastai2/731_check.ipynb #2c2435db
+def _to_float64(t):
+    return t.double() if isinstance(t, torch.Tensor) and t.is_floating_point() else t
+
+class InFloat64(Callback):
+    "Batches come in float64"
+    order = -100    # before all that computes with them
+    def before_batch(self):
+        self.learn.xb,self.learn.yb = (apply(_to_float64, o) for o in (self.xb,self.yb))
+
+def _use_float64(learn):
+    learn.model.double()
+    if loss := loss_module(learn.loss_func): loss.double()
+    for t in opt_tensors(learn.opt): t.data = _to_float64(t.data)
+    learn.add_cb(InFloat64())
 
 # %% ../../nbs/fastai2/731_check.ipynb #2bbd0ef7
 def _may_augment(learn):
@@ -262,7 +283,8 @@ def _verdict(answer):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
     if answer.same: return "Same."
     names = ', '.join(answer.removed)
-    if answer.without is not None and answer.without.same: return f"Same, apart from {names}."
+    if answer.without is not None and answer.without.same:
+        return f"Same, apart from {names or 'rounding, which training makes larger'}."
     text = f"Not the same, also without {names}." if names else "Not the same."
     stay = {k:r for k,r in answer.reasons.items() if k not in answer.removed}
     if needed := [k for k,r in stay.items() if r.remove]:
@@ -272,16 +294,18 @@ def _verdict(answer):
 
 # %% ../../nbs/fastai2/731_check.ipynb #676f39ae
 def _compare_without(reasons, # Name -> `Reason`
-    compare # Called with `Reason`s: compares without them
+    compare # Called with `Reason`s, to compare without them, and whether to train in float64
 ):
-    """Compare without the `reasons` that can be removed, or without those of them that the learner
-    can train without: a callback may make the predictions or the loss. Return the `Answer`, None if
-    all stay; and the names of those that were removed."""
+    """Compare in float64, without the `reasons` that can be removed, or without those of them that
+    the learner can train without: a callback may make the predictions or the loss. If it can't
+    train in float64, compare as it is. Return the `Answer`, None if there is none; and the names of
+    those that were removed."""
     removable = [k for k,r in reasons.items() if r.remove]
-    for names in removable, [k for k in removable if not k.startswith('callback ')]:
+    others = [k for k in removable if not k.startswith('callback ')]
+    for in_float64,names in itertools.product((True,False), (removable,others)):
         # the first comparison, with all of them, didn't fail
         with contextlib.suppress(Exception):
-            if names: return compare([reasons[k] for k in names]), names
+            if names or in_float64: return compare([reasons[k] for k in names], in_float64), names
     return None, []
 
 # %% ../../nbs/fastai2/731_check.ipynb #7f192c2a

@@ -321,3 +321,41 @@ def test_augmentation_is_named_where_there_is_some(two, flips):
     res = learn.distrib_check(nprocs=2, launcher=two)
     assert [*res.reasons] == ['batch norm on the CPU', *['augmentation']*flips], res
     assert res.verdict == f"Same, apart from {', '.join(res.reasons)}."
+
+
+class Deep(nn.Module):
+    "Rounding becomes larger in each of its layers"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(3)
+        self.first, self.last = nn.Linear(4, 8), nn.Linear(8, 3)
+        self.layers = nn.ModuleList([nn.Linear(8, 8, bias=False) for _ in range(12)])
+    def forward(self, x):
+        x = self.first(x)
+        for layer in self.layers: x = torch.sin(4*layer(x))
+        return self.last(x)
+
+
+def with_old_state():
+    "A learner whose optimizer has a state in float32, and whose loss has weights"
+    learn = learner(model=Deep(), opt_func=Adam, lr=.01, loss_func=nn.CrossEntropyLoss(torch.tensor([1., 2, 3])))
+    learn.fit(1)
+    return learn
+
+
+def test_rounding_that_training_makes_larger_is_no_difference(two):
+    "A resnet with Adam is such a model"
+    res = with_old_state().distrib_check(nprocs=2, launcher=two)
+    assert not res.same and not res.reasons and res.without.same, res
+    assert res.verdict == 'Same, apart from rounding, which training makes larger.'
+    assert 'as it is without rounding' in ' '.join(str(res).split())
+
+
+class OnlyFloat32(nn.Module):
+    def __init__(self): super().__init__(); self.m, self.drop = mlp(), nn.Dropout(.3)
+    def forward(self, x): return self.drop(self.m(x.float()))
+
+
+def test_a_model_that_takes_float32_alone_is_compared_in_it(two):
+    res = learner(model=OnlyFloat32()).distrib_check(nprocs=2, launcher=two)
+    assert res.verdict == 'Same, apart from dropout.', res
