@@ -11,6 +11,7 @@ import time, weakref
 from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 
 import numpy as np, torch, torch.distributed as dist
 from fastcore.basics import noop
@@ -318,73 +319,70 @@ def bytes_of(t):
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
 # A message is text, JSON, and the bytes of tensors and arrays behind it. In the text a value that
-# JSON lacks is a dict of one entry: its kind, and what it is made of. Of these kinds the contents
-# are a list:
-_LISTED = {tuple: (list, tuple), set: (list, set), L: (list, L),
-           dict: (lambda o: [*map(list, o.items())], dict),
-           OrderedDict: (lambda o: [*map(list, o.items())], OrderedDict),
-           complex: (lambda o: [o.real, o.imag], lambda v: complex(*v)),
-           range: (lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
-           slice: (lambda o: [o.start, o.stop, o.step], lambda v: slice(*v))}
-_MAKE = {kind.__name__:make for kind,(_,make) in _LISTED.items()}
+# JSON lacks is a dict of one entry: the name of its kind, and the arguments with which it is made
+# again. These kinds are made by their own constructors:
+_ARGS = {**dict.fromkeys([tuple, set, L], lambda o: [[*o]]),
+         **dict.fromkeys([dict, OrderedDict], lambda o: [[*map(list, o.items())]]),
+         **dict.fromkeys([range, slice], attrgetter('start', 'stop', 'step')),
+         complex: attrgetter('real', 'imag')}
 _PLAIN = {type(None),bool,int,float,str}
 
 def _dumps(o):
     "Return `o` as bytes, with tensors of any device, and named tuples as tuples"
     buffers = []
+    end = 0
     def at(data):
+        nonlocal end
         buffers.append(data)
-        return len(buffers)-1
+        start,end = end,end+len(data)
+        return start,end
     def plain(o):
         kind = tuple if isinstance(o, tuple) else type(o)
         if kind in _PLAIN: return o
         if kind is list: return o if {*map(type, o)} <= _PLAIN else [*map(plain, o)]
-        if kind in _LISTED: return {kind.__name__: plain(_LISTED[kind][0](o))}
-        if kind in (bytes,bytearray): return dict(bytes=[kind is bytes, at(o)])
+        if kind in _ARGS: return {kind.__name__: [*map(plain, _ARGS[kind](o))]}
+        if kind in (bytes,bytearray): return {kind.__name__: at(o)}
         if isinstance(o, torch.Tensor):
             cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else kind
-            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), [*o.shape],
-                                at(bytes_of(o).cpu().numpy())])
+            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), o.shape,
+                                *at(bytes_of(o).cpu().numpy())])
+        if isinstance(o, np.generic): return dict(scalar=[plain(np.asarray(o))])
         if kind is np.ndarray and o.dtype.hasobject:
-            return dict(objects=[[*o.shape], plain(o.ravel().tolist())])
-        if kind is np.ndarray or isinstance(o, np.generic):
+            return dict(objects=[o.shape, plain(o.ravel().tolist())])
+        if kind is np.ndarray:
             dtype = np.lib.format.dtype_to_descr(o.dtype)
-            return dict(array=[kind is np.ndarray, plain(dtype), [*o.shape], at(o.tobytes())])
+            return dict(array=[plain(dtype), o.shape, *at(o.tobytes())])
         raise TypeError("ranks exchange tensors and plain values, no "
                         f"{kind.__module__}.{kind.__qualname__}")
-    text = json.dumps([plain(o), [*map(len, buffers)]]).encode()
+    text = json.dumps(plain(o)).encode()
     return b''.join([len(text).to_bytes(8, 'little'), text, *buffers])
 
 def _loads(data):
     "Return what `_dumps` was given, on the CPU; whatever `data` is, no other code runs"
     data = memoryview(data)
-    start = 8+int.from_bytes(data[:8], 'little')
-    o,sizes = json.loads(bytes(data[8:start]))
-    ends = [*itertools.accumulate(sizes, initial=start)]
-    def buffer(i): return bytearray(data[ends[i]:ends[i+1]])
-    def tensor(module, name, dtype, shape, i):
+    text_end = 8+int.from_bytes(data[:8], 'little')
+    def buffer(start, end): return bytearray(data[text_end:][start:end])
+    def tensor(module, name, dtype, shape, *where):
         # not by `getattr`: some modules import what is asked for
         cls = vars(sys.modules[module])[name]
         kind = vars(torch)[dtype.removeprefix('torch.')]
-        raw = torch.frombuffer(buffer(i), dtype=kind) if sizes[i] else torch.empty(0, dtype=kind)
-        return raw.reshape(shape).as_subclass(cls)      # raises for other classes
-    def array(is_array, dtype, shape, i):
-        kind = np.lib.format.descr_to_dtype(dtype)
-        res = np.ndarray(shape, kind, buffer(i))    # raises for objects
-        return res if is_array else res[()]
+        raw = buffer(*where)
+        flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+        return flat.reshape(shape).as_subclass(cls)     # raises for other classes
+    def array(dtype, shape, *where):
+        # raises for objects
+        return np.ndarray(shape, np.lib.format.descr_to_dtype(dtype), buffer(*where))
     def objects(shape, values):
         res = np.empty(len(values), object)
         res[:] = values
         return res.reshape(shape)
-    make = dict(tensor=tensor, array=array, objects=objects,
-                bytes=lambda is_bytes, i: bytes(buffer(i)) if is_bytes else buffer(i))
-    def value(v):
-        if isinstance(v, list): return v if {*map(type, v)} <= _PLAIN else [*map(value, v)]
-        if not isinstance(v, dict): return v
-        (kind,content), = v.items()
-        content = value(content)
-        return _MAKE[kind](content) if kind in _MAKE else make[kind](*content)
-    return value(o)
+    make = dict(tensor=tensor, array=array, objects=objects, scalar=lambda o: o[()],
+                bytes=lambda *where: bytes(buffer(*where)), bytearray=buffer)
+    make |= {kind.__name__:kind for kind in _ARGS}
+    def value(entry):
+        (kind,args), = entry.items()
+        return make[kind](*args)
+    return json.loads(bytes(data[8:text_end]), object_hook=value)
 
 # %% ../../nbs/base/009_group.ipynb #e4997c23
 def _gather_bytes(
