@@ -45,8 +45,8 @@ def distrib_ctx(self:Learner,
         return Session(self, launcher, n, gpus, rank_options, restarts).overrides()
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, block_options)
-    with distrib_block(self, block_options, OPTIONS.defaults, in_launched, on_workers,
-                       is_quiet=self.silent):
+    with distrib_block(self, block_options, OPTIONS.non_defaults(block_options), in_launched,
+                       on_workers, is_quiet=self.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "

@@ -63,8 +63,9 @@ def distrib_ctx(self:Learner,
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     # in a group of a launcher such as torchrun no workers are started
     def in_launched(): return in_place(self, rank_options, given)
-    opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
-                           overrides=partial(_overrides, self, given, rank_options),
+    asked = OPTIONS.non_defaults(given)
+    opened = distrib_block(self, given, asked, in_place=in_launched,
+                           overrides=partial(_overrides, self, given, asked, rank_options),
                            is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with with_loaders(self), claimed, opened: yield self
@@ -108,11 +109,11 @@ def _check_block(given):
     check_loss(given['loss'])
 
 # %% ../../nbs/fastai2/730_learner.ipynb #85114eea
-def _overrides(learn, given, rank_options, launcher, n, gpus):
+def _overrides(learn, given, asked, rank_options, launcher, n, gpus):
     "Return the methods that replace those of `learn` in a block on `n` workers, by name."
     session = Session(learn, launcher, n, gpus, rank_options, given['restarts'],
                       model_factory=given['model_factory'], dls_factory=given['dls_factory'],
-                      asked_for=OPTIONS.non_defaults(given))
+                      asked_for=asked)
     if given['checkpoint']: session.on_epoch.append(checkpoint_writer())
     return dict(fit=session.fit, _do_epoch_validate=session.validate)
 
@@ -158,7 +159,8 @@ def _check_loader(learn, name, args, kwargs):
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
-    *args, **kwargs # Its arguments, and the options of `distrib_ctx`
+    *args, # Its arguments
+    **kwargs # Those by name, and the options of `distrib_ctx`
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
     options = OPTIONS.pop_from(self, name, args, kwargs)

@@ -75,7 +75,7 @@ def offloaded(learn,
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
-    defaults, # Name -> default value
+    asked, # Those that aren't the defaults
     in_place, # Returns the context manager for a process group that a launcher made
     # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
     # the learner's
@@ -86,16 +86,16 @@ def distrib_block(
     there, in a process group that a launcher made, on workers, or in this process"""
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
-        refuse_changes(outer, options, defaults)
+        refuse_changes(outer, asked)
         yield
         return
     if in_launched_group():
-        warn_without_effect(options, defaults)
+        warn_without_effect(asked)
         with in_place(): yield
         return
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet):
-            engine = stack.enter_context(engine_for(options, defaults))
+            engine = stack.enter_context(engine_for(options, asked))
         methods = {}
         if engine:      # else the calls run in this process
             launcher,n,gpus = engine
