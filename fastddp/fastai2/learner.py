@@ -22,8 +22,7 @@ from .in_place import in_place, train_in_place
 from .learner_job import session_of, start_job
 from .loaders import with_loaders
 from .resume import (
-    UserCall, call_from_file, call_to_resume,
-    checkpoint_writer, claimed_file, load_weights, resume_points)
+    UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.held_gpus import running_jobs
 from ..launch.options import ITEMS, Options, suggest_names
@@ -61,12 +60,8 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
-    # in a group of a launcher such as torchrun no workers are started
-    def in_launched(): return in_place(self, rank_options, given)
-    asked = OPTIONS.non_defaults(given)
-    opened = distrib_block(self, given, asked, in_place=in_launched,
-                           overrides=partial(_overrides, self, given, asked, rank_options),
-                           is_quiet=wants_no_lines(self))
+    opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
+                           Session, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with with_loaders(self), claimed, opened: yield self
 
@@ -107,15 +102,6 @@ def _check_block(given):
         raise CantDistribute("wait=False is for a call, such as learn.distrib_fit(3, wait=False). "
                              "A block waits for its fits.")
     check_loss(given['loss'])
-
-# %% ../../nbs/fastai2/730_learner.ipynb #85114eea
-def _overrides(learn, given, asked, rank_options, launcher, n, gpus):
-    "Return the methods that replace those of `learn` in a block on `n` workers, by name."
-    session = Session(learn, launcher, n, gpus, rank_options, given['restarts'],
-                      model_factory=given['model_factory'], dls_factory=given['dls_factory'],
-                      asked_for=asked)
-    if given['checkpoint']: session.on_epoch.append(checkpoint_writer())
-    return dict(fit=session.fit, _do_epoch_validate=session.validate)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 # fastai's, also if this module is loaded again and `Learner.__getstate__` is the one below

@@ -76,10 +76,11 @@ def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
     asked, # Those that aren't the defaults
-    in_place, # Returns the context manager for a process group that a launcher made
-    # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
-    # the learner's
-    overrides,
+    rank_options, # What the ranks are told, as of `Session`
+    # `in_place(learn, rank_options, options)` is the context manager for a process group that a
+    # launcher made
+    in_place,
+    session, # The class of the `Session` of a block on workers
     is_quiet # True if no lines of ours are wanted
 ):
     """Context manager in which the calls of `learn` run where `options` say: inside another block
@@ -91,7 +92,7 @@ def distrib_block(
         return
     if in_launched_group():
         warn_without_effect(asked)
-        with in_place(): yield
+        with in_place(learn, rank_options, options): yield
         return
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet):
@@ -103,7 +104,7 @@ def distrib_block(
             if launcher.workers_are_local:
                 refuse_gpus_of_jobs(gpus)
                 stack.enter_context(reserve_gpus(learn, gpus))
-            methods = overrides(launcher, n, gpus)
+            methods = session(learn, launcher, n, gpus, rank_options, asked).overrides()
         stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
         yield
 
@@ -219,17 +220,19 @@ class Session:
     long as the block.
 
     Subclasses define `check()`, which raises `CantDistribute` for a learner that can't train on
-    workers, and `global_batch()`, which returns `(items per step of all workers, steps per epoch or
-    None)`, or None if they are not known. They may override `datasets`, `quiet` and `note`"""
+    workers, `overrides()`, which returns by name its methods that replace the learner's, and
+    `global_batch()`, which returns `(items per step of all workers, steps per epoch or None)`, or
+    None if they are not known. They may override `datasets`, `quiet` and `note`"""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
         n, # Number of workers
         gpus, # The GPU of each; None or empty: the CPU
         options, # What the ranks are told: `batch`, `sync_bn`, and the options of DDP
-        restarts=0 # How often a failed call is repeated
+        asked={} # All options of the block that aren't the defaults
     ):
         store_attr()
+        self.restarts = asked.get('restarts', 0)    # how often a failed call is repeated
         self.last_banner = None         # the line that `print_banner` has printed last
         self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
         self.calling = threading.RLock()    # held by the thread whose call runs
