@@ -19,7 +19,7 @@ from .engine import Job
 from .rank import RankSpec, join_early, run_on_rank
 from .worker_launcher import WorkerLauncher
 from ..output.replay import StatusLine, print_line, several
-from ..process.helper import helper_is_new, warm_next
+from ..process.helper import forks_lack_gpu, helper_is_new, warm_next
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/506_local.ipynb #49cd4296
@@ -47,24 +47,10 @@ def start_workers(
     they were forked has touched CUDA, start others without the helper. Raises `KeyboardInterrupt`
     if `stopped()` before they have started"""
     workers = _new_workers(ranks, stopped, mark, first)
-    if not on_gpu or not _helper_touched_cuda(workers, ranks, stopped): return workers
+    if not (on_gpu and forks_lack_gpu()): return workers
     workers.stop()
     turn_off_helper("a library that the helper process imports touches CUDA")
-    return start_workers(ranks, on_gpu, stopped, mark, first)
-
-def _helper_touched_cuda(workers, ranks, stopped):
-    """Wait until all workers are ready; return True if the helper touched CUDA before it forked one
-    of them, False if not, if a worker died, or if `stopped()`"""
-    touched = []    # of each worker that is ready
-    while len(touched) < len(ranks):
-        if stopped(): return False
-        news = workers.poll(.1)
-        touched += [values[0] for _,what,*values in news if what == 'ready']
-        dead = [r for r,what,*_ in news if what == 'died']
-        if dead:
-            workers.report_again(dead)      # to the wait that follows
-            return False
-    return any(touched) and not stopped()
+    return _new_workers(ranks, stopped, mark, first)
 
 # %% ../../nbs/launch/506_local.ipynb #886a3e9a
 def all_reduce_seconds(
