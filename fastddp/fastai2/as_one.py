@@ -79,13 +79,20 @@ def silence_other_ranks(learn):
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
 @contextmanager
-def _without_cbs(learn, removed):
-    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
-    added inside act on rank 0 only from then on"""
+def _alone(learn, fit, keeps_streams=True):
+    """Context manager of what this rank does by itself:
+
+        `together.is_alone` is True: what is called waits for no other rank
+        `learn.cbs` has none of fastddp's callbacks, which call collectives; callbacks that are
+        added act on rank 0 only from then on
+        the common random streams are kept, with `keeps_streams`"""
+    removed = fit.callbacks
     before = list(learn.cbs)
     # compared by `is`: a class may have an `==` of its own
     learn.cbs = L(cb for cb in before if all(cb is not o for o in removed))
-    try: yield
+    keeping = kept_streams(learn, fit.common) if keeps_streams else nullcontext()
+    try:
+        with with_attrs(fit.together, is_alone=True), keeping: yield
     finally:
         for cb in learn.cbs:
             if all(cb is not o for o in before): vars(cb)['rank0_only'] = True
@@ -93,18 +100,14 @@ def _without_cbs(learn, removed):
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
 def call_alone(cb, learn, fit, event_name):
-    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
-
-        `together.is_alone` is True: what it calls waits for no other rank
-        torch's default group has rank 0 alone: neither do collectives, as of a library's metric
-        `learn.cbs` has none of fastddp's callbacks, which call collectives
-        the common random streams are kept"""
+    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs, torch's
+    default group has rank 0 alone, too: a library's metric that calls a collective waits for no
+    other rank"""
     # a callback that acts alone has triggered this event
     if fit.together.is_alone: return cb(event_name)
-    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
-    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks), keeping,
-          group.group_of_one()): cb(event_name)
+    # in each batch it would cost too much to keep the streams; a loop over a loader does so then
+    # (`read_whole`)
+    with _alone(learn, fit, event_name not in _inner_loop), group.group_of_one(): cb(event_name)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
 # Callbacks that act on rank 0 only, and neither predict nor draw random numbers
@@ -240,9 +243,7 @@ def _validate_in_batch(learn, dl, fit):
     """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
     have other batches then. The metrics of the outer validation go on as they were"""
     own = learn.dl      # the loop that goes on, and its metrics, are this loader's
-    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks),
-          kept_streams(learn, fit.common), fit.metrics.kept()):
-        _validate_on_rank0(learn, dl, fit)
+    with _alone(learn, fit), fit.metrics.kept(): _validate_on_rank0(learn, dl, fit)
     learn.dl = own
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #1bf87b74

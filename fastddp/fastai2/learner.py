@@ -7,7 +7,6 @@ __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import contextlib, sys, warnings
-from functools import partial
 
 import fastai.callback.schedule
 from fastai.learner import Learner
@@ -27,7 +26,7 @@ from .session import Session
 from ..launch.held_gpus import running_jobs
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
-from ..launch.training import wants_no_lines
+from ..launch.training import is_ours, wants_no_lines
 from ..shard.losses import check_loss
 from ..shard.gradients import DDP_CHECKS
 
@@ -111,11 +110,8 @@ _fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstat
 def __getstate__(self:Learner):
     """Return what fastai pickles, without what an open block or a fit on a worker has added to the
     learner: options, methods and callbacks. A callback may call `learn.export`."""
-    def is_ours(v):
-        while isinstance(v, partial): v = v.func
-        return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
     state = {k:v for k,v in _fastai_getstate(self).items()
-             if k != 'distrib_session' and not is_ours(v)}
+             if k != 'distrib_session' and not (callable(v) and is_ours(v))}
     if 'cbs' in state:
         state['cbs'] = L(cb for cb in state['cbs'] if not isinstance(cb, OurCallback))
     return state

@@ -24,7 +24,7 @@ from .resume import UserCall, checkpoint_writer
 from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.report import Report
-from ..launch.session import Call, Session as BaseSession, refuse_untrainable
+from ..launch.session import BaseSession, Call, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
 from ..payload.kinds import is_own

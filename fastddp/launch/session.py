@@ -124,7 +124,8 @@ class Call:
         store_attr('session,job,apply_failed,counts_steps')
         self.learn = session.learn
         self.report = Report(what)
-        self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
+        # called when the snapshot is made; `BaseSession.train` sets it
+        self.before_run = noop
         self.places = None              # of the learner, once a snapshot is made
         self.has_result = False         # the learner holds a state that came from the workers
         # rank 0's last state is from the middle of an epoch: no other try follows
@@ -215,7 +216,7 @@ def refuse_untrainable(model):
                          "its requires_grad.")
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
-class Session:
+class BaseSession:
     """A `distrib_ctx` block on workers: runs the calls of its learner. Lives in the notebook, as
     long as the block.
 
