@@ -24,7 +24,7 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0
 from .inference import infer_in_group, preds_in_one_order
-from .loaders import Undivided
+from .loaders import undivided
 from .metrics import ReduceMetrics
 from .snapshot import state_of
 from .step import StepSync
@@ -237,7 +237,7 @@ def _validate_on_rank0(learn, dl, fit):
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "
                              "all ranks, without `rank0_only`.")
-    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
+    type(learn)._do_epoch_validate(learn, dl=undivided(original(dl)))
 
 def _validate_in_batch(learn, dl, fit):
     """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
