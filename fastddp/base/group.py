@@ -20,7 +20,7 @@ from fastcore.foundation import L
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
 from .forks import until_released
-from .scoped import delay_interrupts
+from .scoped import delay_interrupts, environment
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 # What a process calls, and when:
@@ -501,38 +501,33 @@ def sum_in(t, members):
 
 # %% ../../nbs/base/009_group.ipynb #a851dcb0
 @contextmanager
-def hidden():
-    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
-    by themselves find none there, and compute what this process has; fastddp reduces it"""
-    world = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = None
+def _with_default_group(other # torch's object for the group; None: there is none
+):
+    world = key()
+    dist.GroupMember.WORLD = other
     try: yield
     finally: dist.GroupMember.WORLD = world
 
+def hidden():
+    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
+    by themselves find none there, and compute what this process has; fastddp reduces it"""
+    return _with_default_group(None)
+
 _of_one = noop,noop     # weak references to a default group, and to the group of this rank alone
 
-@contextmanager
 def group_of_one():
     """Inside, the default group has this rank alone: what other code exchanges over it, such as a
     metric of a library, waits for no other rank. Other ranks needn't call this"""
     global _of_one
-    if not in_group():
-        yield
-        return
-    world = dist.GroupMember.WORLD
-    if _of_one[0]() is not world or _of_one[1]() is None:
+    if not in_group(): return nullcontext()
+    if _of_one[0]() is not key() or _of_one[1]() is None:
         # gloo exchanges tensors on GPUs, too
-        _of_one = weakref.ref(world),subgroup([dist.get_rank()])
-    dist.GroupMember.WORLD = _of_one[1]()
-    try: yield
-    finally: dist.GroupMember.WORLD = world
+        _of_one = weakref.ref(key()),subgroup([dist.get_rank()])
+    return _with_default_group(_of_one[1]())
 
 _OF_RANKS = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'
 
 @contextmanager
 def as_one_process():
     "Inside, this process seems to be the only one: it has no default group, and no rank"
-    ours = {k:os.environ.pop(k) for k in _OF_RANKS if k in os.environ}
-    try:
-        with hidden() if in_group() else nullcontext(): yield
-    finally: os.environ.update(ours)
+    with environment(*_OF_RANKS), hidden() if in_group() else nullcontext(): yield

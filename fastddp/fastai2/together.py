@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/fastai2/705_together.ipynb #069babd9
 import os, sys, traceback, zlib
 from collections import namedtuple
-from contextlib import contextmanager
 
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
@@ -21,6 +20,7 @@ from fastcore.basics import store_attr
 
 from ..base import board, group
 from ..base.failure import end_fork
+from ..base.scoped import with_attrs
 from .clock import Clock, Spent, kind_of
 from .events import _FIRST, OurCallback, handles, runs_user_code
 from ..output.replay import print_line
@@ -202,18 +202,11 @@ class Together(OurCallback):
         "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
         if self.is_alone: return loop()
         wish = None
-        with self._phase(is_validation=not self.learn.training):
+        with with_attrs(self, in_validation=not self.learn.training):
             try: loop()
             except LEAVING as e: wish = e
         if self.has_stopped: raise KeyboardInterrupt
         self.vote('end_loop', wish)
-    @contextmanager
-    def _phase(self, is_validation):
-        "Context manager of the batches of a phase"
-        before = self.in_validation
-        self.in_validation = is_validation
-        try: yield
-        finally: self.in_validation = before
     def agree_on_order(self,
         batches # Lists of indices, as this rank has drawn them
     ):

@@ -189,10 +189,11 @@ def ranch(
     another thread than the main one, all are workers. Raises `CantDistribute` for wrong arguments,
     before anything is started, `RankRaised` or `RankDied` if a worker fails, and what `fn` raises
     in this process as it is"""
-    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait,
-                see=() if see is None else see)
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
+    if see is None: see = () if is_rank else (caller_rank or 0,)
+    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait,
+                see=see)
     if is_rank: _check_no_group()
     n = nprocs-is_rank
     if n and 'FASTDDP_STORE' in os.environ:     # set by the outer one
@@ -210,8 +211,8 @@ def ranch(
             if is_rank:
                 global_imports(imports)
                 results = _run_as_rank(caller_rank, nprocs, fn, args, kwargs, ctx, store, make_job,
-                                       () if see is None else see)
-            else: results = _run(make_job(), nprocs, (caller_rank or 0,) if see is None else see)
+                                       see)
+            else: results = _run(make_job(), nprocs, see)
         if gather: return results
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()

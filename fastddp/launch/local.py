@@ -87,7 +87,7 @@ def exchanges_right(
 
 # %% ../../nbs/launch/506_local.ipynb #ce508ea8
 # Known of this process's GPUs, for all engines
-_extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed `check_p2p`
+_extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed exchange
 _p2p_checked = set()    # tuples of GPUs
 # Seconds: for the start of the GPUs and of NCCL, and for the exchange itself
 _GPU_START_TIMEOUT,_P2P_TIMEOUT = 600.,30.
@@ -166,18 +166,17 @@ class Local(WorkerLauncher):
             had_workers = self.workers is not None
             super(Local, self).close(grace)
             if had_workers: warm_next()
-    def before_job(self, nprocs, interrupts):
-        "Look once whether these GPUs can exchange data"
-        if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
     def needs_p2p_check(self, nprocs):
         "True for several GPUs that have not exchanged anything yet"
         gpus = self._gpus(nprocs)
         if len(gpus) < 2 or self.backend in ('','gloo'): return False     # gloo: over the CPU
         if 'NCCL_P2P_DISABLE' in os.environ: return False
         return tuple(gpus) not in _p2p_checked
-    def check_p2p(self, nprocs, interrupts):
-        """Have the workers exchange a megabyte. If the GPUs can do it only without P2P, workers go
-        on without, and one line says so; raises failures of another kind"""
+    def before_job(self, nprocs, interrupts):
+        """Look once whether these GPUs can exchange data: have the workers exchange a megabyte. If
+        the GPUs can do it only without P2P, workers go on without, and one line says so; raises
+        failures of another kind"""
+        if not self.needs_p2p_check(nprocs): return
         why = self._why_no_exchange(nprocs, interrupts)
         if why:
             _extra_env['NCCL_P2P_DISABLE'] = '1'
