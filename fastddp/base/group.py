@@ -19,6 +19,7 @@ from fastcore.foundation import L
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .errors import CantDistribute
 from .forks import until_released
 from .scoped import delay_interrupts, environment
 
@@ -87,15 +88,15 @@ def stay_on_host():
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
     for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
-def why_no_interface():
-    "Return why gloo can't use the network interface that the user chose, as text; None if it can"
+def check_interface():
+    "Raise `CantDistribute` if gloo can't use the network interface that the user chose"
     chosen = os.environ.get('GLOO_SOCKET_IFNAME', '')
     have = [name for _,name in socket.if_nameindex()]
     missing = [o for o in chosen.split(',') if o and o not in have]
-    if not missing: return None
-    return (f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface {missing[0]}, but "
-            f"{', '.join(have)}. Name one of these, or remove the variable: del os.environ"
-            "['GLOO_SOCKET_IFNAME'].")
+    if not missing: return
+    raise CantDistribute(f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface "
+                         f"{missing[0]}, but {', '.join(have)}. Name one of these, or remove the "
+                         "variable: del os.environ['GLOO_SOCKET_IFNAME'].")
 
 # %% ../../nbs/base/009_group.ipynb #714a53a6
 def init_group(store, rank, world_size, backend, **options):

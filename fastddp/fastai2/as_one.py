@@ -59,12 +59,8 @@ class Fit:
         self.metrics = ReduceMetrics()
         # on a GPU torch's SyncBatchNorm keeps the running statistics equal
         self.same_model = SameModel(self.together, average_bn=sync_bn and not on_gpu)
-        self.data = ShardData(self.together, self.common, batch, self.may_be_alone)
+        self.data = ShardData(self.together, self.common, batch)
         self.callbacks = [self.together, self.data, self.step, self.metrics, self.same_model]
-    def may_be_alone(self):
-        """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
-        batch of a validation, of which ranks may have different numbers"""
-        return self.together.is_alone or self.together.in_validation
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
 @contextmanager

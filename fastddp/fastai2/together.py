@@ -81,7 +81,7 @@ FIELDS = (
     'grads')            # end: 1: it has gradients that no step used
 _FIRST_FIELDS = 'place','epoch','batch','wish','events','stop',*Spent._fields
 
-class Row(namedtuple('_Row', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIELDS+FIELDS))):
+class Ballot(namedtuple('_Ballot', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIELDS+FIELDS))):
     """What one rank sends to a vote, at most `board.MAX_NUMBERS` numbers: the index of its place in
     `_PLACES`, epoch and batch there, the `strength` of its wish, the events that its callbacks
     handle, 1 if it was asked to stop, seconds for the `Clock`s of the other ranks, and `FIELDS`"""
@@ -92,7 +92,7 @@ class Row(namedtuple('_Row', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIEL
 
 # %% ../../nbs/fastai2/705_together.ipynb #9ef3d23e
 class Votes(list):
-    "What all ranks sent to a vote: a `Row` for each, in rank order"
+    "What all ranks sent to a vote: a `Ballot` for each, in rank order"
     def values(self, field): return [getattr(row, field) for row in self]
     def sum(self, field): return sum(self.values(field))
     def different(self):
@@ -170,9 +170,9 @@ class Together(OurCallback):
         # outside of a fit the learner may have no epoch; in a validation ranks have other batches
         epoch = getattr(learn, 'epoch', None) or 0
         batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
-        row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
-                  self.stop_requested(), *self.clock.begin_meeting(), **numbers)
-        votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
+        own = Ballot(_PLACES.index(place), epoch, batch, wish, self.own_events,
+                     self.stop_requested(), *self.clock.begin_meeting(), **numbers)
+        votes = Votes(Ballot(*o[:len(own)]) for o in self.board.meet(own))
         self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
         self.voting = 0
         for bits in votes.values('events'): self.voting |= int(bits)
@@ -192,9 +192,13 @@ class Together(OurCallback):
         if text := votes.different(): raise RuntimeError(text)
         if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
         return votes
+    def may_be_alone(self):
+        """Return True if other ranks may not do what a callback does now: it acts on rank 0 only,
+        or at a batch of a validation, of which ranks may have different numbers"""
+        return self.is_alone or self.in_validation
     def votes_at(self, event_name):
         "Return True if the ranks vote at the end of this event. The same on all ranks"
-        if self.is_alone or self.in_validation or self.board.n == 1: return False
+        if self.may_be_alone() or self.board.n == 1: return False
         return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
     def run_batches(self,
         loop # Called without arguments; runs the batches of a phase

@@ -325,8 +325,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
             undo.enter_context(device_restored())
             undo.enter_context(env)
             undo.push(lambda kind, *_: group.leave(broken=kind is not None))
-            why = group.why_no_interface()
-            if why and gpu is None: raise CantDistribute(why)
+            if gpu is None: group.check_interface()
             device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
             # in the notebook Ctrl-C ends the wait for other ranks, also while torch connects
             how = group.backend_for(device), device, self.timeout, True

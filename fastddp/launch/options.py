@@ -359,8 +359,7 @@ def engine_for(
         shared = getattr(launcher, 'backend', None) == 'gloo'
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus), shared)
         attrs['gpus'] = gpus
-        why = None if gpus else group.why_no_interface()
-        if why: raise CantDistribute(why)
+        if not gpus: group.check_interface()
         if not gpus and n > visible_cores():
             print_once(f"{n} workers share {several(visible_cores(), 'core')}: that many are for a "
                        "test; the fit is slower than with one for each core.")
