@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import contextlib, sys, warnings
+from importlib.machinery import PathFinder
 
 import fastai.callback.schedule
 from fastai.learner import Learner
@@ -71,8 +72,7 @@ class _StaysOurs:
     "Finds `fastai.distributed` for Python's import, and restores `distrib_ctx` once that has run"
     def find_spec(self, name, *args):
         if name != 'fastai.distributed': return None
-        others = (o for o in sys.meta_path if not isinstance(o, _StaysOurs))
-        spec = next((s for o in others if (s := o.find_spec(name, *args))), None)
+        spec = PathFinder.find_spec(name, *args)
         if spec is None: return None
         run = spec.loader.exec_module
         def exec_module(module):
