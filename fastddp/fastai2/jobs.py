@@ -117,8 +117,10 @@ class EndOfAll(OurCallback):
         self.noted = noted
         self.keep = keep
     def after_batch(self):
+        # False if a callback has run another batch inside of this one, which has counted then
+        if self.training and self.noted.in_batch:
+            self.noted.progress.lap(step_of(self.learn).total)
         self.noted.in_batch = False
-        if self.training: self.noted.progress.lap(step_of(self.learn).total)
     def after_epoch(self):
         if len(self.noted.fits) == 1: self.keep()
 
