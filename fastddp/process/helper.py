@@ -373,7 +373,7 @@ def run_spawned(
 def _start_python(
     call, # The call of a function of this module, as source
     fds,  # Descriptors that the process inherits
-    **kwargs # Of `Popen`
+    out=None # Where what it prints goes, as of `Popen`; None: where this process's does
 ):
     "Start a new Python in a session of its own that makes the `call`, and return its `Popen`"
     package = os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__))
@@ -385,7 +385,7 @@ def _start_python(
             f"__import__('fastddp.process.helper', fromlist=['']).{call}")
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
-                            **kwargs)
+                            stdout=out, stderr=out)
 
 # %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:
@@ -402,13 +402,11 @@ class _Helper:
         self.forks_lack_gpu = False     # True if CUDA was started in it
         parent_pid = os.getpid() if in_main_thread() else 0
         args = theirs.fileno(),parent_pid,preloads()
-        quiet = {}
-        if libraries:
-            args += libraries,[o for o in sys.path if isinstance(o, str)]
-            # the notebook has shown what they print
-            quiet = dict.fromkeys(('stdout','stderr'), subprocess.DEVNULL)
+        if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
         call = f'serve{args!r}'
-        with theirs: self.popen = _start_python(call, [theirs.fileno()], **quiet)
+        # the notebook has shown what the libraries print
+        out = subprocess.DEVNULL if libraries else None
+        with theirs: self.popen = _start_python(call, [theirs.fileno()], out)
     def is_ready(self):
         "True once it can fork workers and has sent its marks, None before, False if it has ended"
         if self.marks is not None: return True
@@ -441,15 +439,16 @@ def warm():
 
 def _ready_helper():
     "Wait until the helper has imported all, and return it; None if this process uses none"
-    if start_method() != 'forkserver' or _in_worker: return None
+    if start_method() != 'forkserver': return None
     helper = ensure_helper()
     while helper.is_ready() is None and not is_stopped(helper.popen.pid):
         connection.wait([helper.sock], .05)
     return helper
 
 def marks_of_helper():
-    "Return the helper's marks (`payload.patches`) once it has imported all; None without a helper"
-    return getattr(_ready_helper(), 'marks', None)
+    """Return the helper's marks (`payload.patches`) once it has imported all; None without a helper,
+    and in a worker"""
+    return None if _in_worker else getattr(_ready_helper(), 'marks', None)
 
 def forks_lack_gpu():
     "Return True if workers that the helper has forked can't use a GPU"
