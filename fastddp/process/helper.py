@@ -446,8 +446,8 @@ def _ready_helper():
     return helper
 
 def marks_of_helper():
-    """Return the helper's marks (`payload.patches`) once it has imported all; None without a helper,
-    and in a worker"""
+    """Return the helper's marks (`payload.patches`) once it has imported all; None in a worker, and
+    without a helper"""
     return None if _in_worker else getattr(_ready_helper(), 'marks', None)
 
 def forks_lack_gpu():
