@@ -157,12 +157,10 @@ class Together(OurCallback):
         # several ranks stop at the next vote; one rank has none, and validation batches neither
         has_no_vote = self.board.n == 1 or self.in_validation
         if has_no_vote and self.stop_requested(): raise KeyboardInterrupt
-    def _end_training(self):
+    def after_train(self):
         if self.fit_depth == 1: self.in_training = False
-    def after_train(self): self._end_training()
     # an epoch or a fit that is left in training has no `after_train`
-    def after_cancel_epoch(self): self._end_training()
-    def after_cancel_fit(self): self._end_training()
+    after_cancel_epoch = after_cancel_fit = after_train
     def after_fit(self): self.fit_depth -= 1
     def _exchange(self, place, wish, numbers): # `Votes`
         "Meet the other ranks, and return what all of them sent; raises nothing. A collective"

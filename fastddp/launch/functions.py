@@ -12,7 +12,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_whole, whole)
+    FLAG, SEE, Check, bind_arguments, check, check_all, closest_name, is_whole, whole)
 from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
@@ -395,7 +395,7 @@ def in_torchddp(
 ):
     """Call `fn` on all ranks of a process group, of which this process is one. Returns one value,
     what `fn` returns on `caller_rank`, not a list as `ranch`; raises as `ranch` does"""
-    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
+    check('nprocs', nprocs, CHECKS['nprocs'])
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu)
         # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`
