@@ -105,7 +105,7 @@ def test_without_a_gpu_it_says_so():
 def place_of(options):
     "`(workers, GPU of each)` of a block with these options, which starts nothing"
     defaults = learner.OPTIONS.defaults
-    with options_of.engine_for(defaults | options, defaults) as (_, n, gpus): return n, gpus
+    with options_of.engine_for(defaults | options, options) as (_, n, gpus): return n, gpus
 
 
 def test_the_checks_of_two_gloo_ranks_may_share_a_gpu(monkeypatch):

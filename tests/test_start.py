@@ -44,6 +44,30 @@ def test_helper_that_crashes(tmp_path):
     assert r.stderr.count('UserWarning') == 1 and 'workers start by spawn' in r.stderr, r.stderr
 
 
+TOUCHED = '''
+from fastddp.launch.local import start_workers
+from fastddp.process import helper
+
+if __name__ == '__main__':
+    helper.preload('touches:cuda')
+    for on_gpu in False, True:
+        workers = start_workers([0, 1], on_gpu, lambda: False)
+        print(workers.method)
+        workers.stop()
+'''
+
+
+@pytest.mark.full
+def test_helper_that_touches_a_gpu(tmp_path):
+    "Workers that need none are forked all the same; the others are spawned, and one line says so"
+    (tmp_path/'touches.py').write_text('import torch\ndef cuda(): torch.cuda._is_in_bad_fork = lambda: True\n')
+    (tmp_path/'run.py').write_text(TOUCHED)
+    env = {**os.environ, 'PYTHONPATH': os.pathsep.join([str(tmp_path), os.environ.get('PYTHONPATH', '')])}
+    r = subprocess.run([sys.executable, 'run.py'], cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
+    assert (r.returncode, r.stdout) == (0, 'forkserver\nspawn\n'), r.stderr
+    assert r.stderr.count('UserWarning') == 1 and 'touches CUDA' in r.stderr, r.stderr
+
+
 NOTED = """
 import sys, warnings
 warnings.simplefilter('ignore')

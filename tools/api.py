@@ -1,5 +1,6 @@
 """The site's pages of what users call, from signatures, docments and docstrings: parameters, returns, raises."""
 import inspect, re
+from fastcore.docments import docments
 
 PAGES = ['docs/api/learner.md', 'docs/api/functions.md', 'docs/api/launchers.md', 'docs/api/errors.md',
          'docs/api/magics.md']
@@ -39,6 +40,9 @@ def paragraphs(doc, listed=()):
             yield f'{head.rstrip(":")}:\n\n' + '\n'.join(items)
 
 
+def comments_of(f): return {k: v for k, v in docments(f, returns=False, args_kwargs=True).items() if v}
+
+
 def function(name, f, comments, sig=None):
     sig = sig or inspect.signature(f)
     parts = [f'## {name.split(".")[-1]}', f'```python\n{call(name, sig)}\n```']
@@ -50,7 +54,6 @@ def learner():
     from fastai.learner import Learner
     import fastddp.all
     from fastddp.fastai2.learner import OPTIONS
-    from fastddp.launch.options import comments_of
     names = [k for k in vars(Learner) if k.startswith('distrib') and k != 'distrib_session']
     for k in sorted(names, key=lambda k: (k != 'distrib_ctx', not k.startswith('distrib_fi'), k)):
         f = getattr(Learner, k)
@@ -59,7 +62,6 @@ def learner():
 
 
 def named(module, names):
-    from fastddp.launch.options import comments_of
     import importlib
     for name in names:
         o = getattr(importlib.import_module(module), name)

@@ -11,6 +11,7 @@ import time, weakref
 from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
+from operator import attrgetter
 
 import numpy as np, torch, torch.distributed as dist
 from fastcore.basics import noop
@@ -18,8 +19,9 @@ from fastcore.foundation import L
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
+from .errors import CantDistribute
 from .forks import until_released
-from .scoped import delay_interrupts
+from .scoped import delay_interrupts, environment
 
 # %% ../../nbs/base/009_group.ipynb #2dd6459e
 # What a process calls, and when:
@@ -86,15 +88,15 @@ def stay_on_host():
     loopback = 'lo0' if sys.platform == 'darwin' else 'lo'
     for v in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME'): os.environ.setdefault(v, loopback)
 
-def why_no_interface():
-    "Return why gloo can't use the network interface that the user chose, as text; None if it can"
+def check_interface():
+    "Raise `CantDistribute` if gloo can't use the network interface that the user chose"
     chosen = os.environ.get('GLOO_SOCKET_IFNAME', '')
     have = [name for _,name in socket.if_nameindex()]
     missing = [o for o in chosen.split(',') if o and o not in have]
-    if not missing: return None
-    return (f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface {missing[0]}, but "
-            f"{', '.join(have)}. Name one of these, or remove the variable: del os.environ"
-            "['GLOO_SOCKET_IFNAME'].")
+    if not missing: return
+    raise CantDistribute(f"GLOO_SOCKET_IFNAME={chosen}: this machine has no network interface "
+                         f"{missing[0]}, but {', '.join(have)}. Name one of these, or remove the "
+                         "variable: del os.environ['GLOO_SOCKET_IFNAME'].")
 
 # %% ../../nbs/base/009_group.ipynb #714a53a6
 def init_group(store, rank, world_size, backend, **options):
@@ -318,73 +320,70 @@ def bytes_of(t):
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
 # A message is text, JSON, and the bytes of tensors and arrays behind it. In the text a value that
-# JSON lacks is a dict of one entry: its kind, and what it is made of. Of these kinds the contents
-# are a list:
-_LISTED = {tuple: (list, tuple), set: (list, set), L: (list, L),
-           dict: (lambda o: [*map(list, o.items())], dict),
-           OrderedDict: (lambda o: [*map(list, o.items())], OrderedDict),
-           complex: (lambda o: [o.real, o.imag], lambda v: complex(*v)),
-           range: (lambda o: [o.start, o.stop, o.step], lambda v: range(*v)),
-           slice: (lambda o: [o.start, o.stop, o.step], lambda v: slice(*v))}
-_MAKE = {kind.__name__:make for kind,(_,make) in _LISTED.items()}
+# JSON lacks is a dict of one entry: the name of its kind, and the arguments with which it is made
+# again. These kinds are made by their own constructors:
+_ARGS = {**dict.fromkeys([tuple, set, L], lambda o: [[*o]]),
+         **dict.fromkeys([dict, OrderedDict], lambda o: [[*map(list, o.items())]]),
+         **dict.fromkeys([range, slice], attrgetter('start', 'stop', 'step')),
+         complex: attrgetter('real', 'imag')}
 _PLAIN = {type(None),bool,int,float,str}
 
 def _dumps(o):
     "Return `o` as bytes, with tensors of any device, and named tuples as tuples"
     buffers = []
+    end = 0
     def at(data):
+        nonlocal end
         buffers.append(data)
-        return len(buffers)-1
+        start,end = end,end+len(data)
+        return start,end
     def plain(o):
         kind = tuple if isinstance(o, tuple) else type(o)
         if kind in _PLAIN: return o
         if kind is list: return o if {*map(type, o)} <= _PLAIN else [*map(plain, o)]
-        if kind in _LISTED: return {kind.__name__: plain(_LISTED[kind][0](o))}
-        if kind in (bytes,bytearray): return dict(bytes=[kind is bytes, at(o)])
+        if kind in _ARGS: return {kind.__name__: [*map(plain, _ARGS[kind](o))]}
+        if kind in (bytes,bytearray): return {kind.__name__: at(o)}
         if isinstance(o, torch.Tensor):
             cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else kind
-            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), [*o.shape],
-                                at(bytes_of(o).cpu().numpy())])
+            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), o.shape,
+                                *at(bytes_of(o).cpu().numpy())])
+        if isinstance(o, np.generic): return dict(scalar=[plain(np.asarray(o))])
         if kind is np.ndarray and o.dtype.hasobject:
-            return dict(objects=[[*o.shape], plain(o.ravel().tolist())])
-        if kind is np.ndarray or isinstance(o, np.generic):
+            return dict(objects=[o.shape, plain(o.ravel().tolist())])
+        if kind is np.ndarray:
             dtype = np.lib.format.dtype_to_descr(o.dtype)
-            return dict(array=[kind is np.ndarray, plain(dtype), [*o.shape], at(o.tobytes())])
+            return dict(array=[plain(dtype), o.shape, *at(o.tobytes())])
         raise TypeError("ranks exchange tensors and plain values, no "
                         f"{kind.__module__}.{kind.__qualname__}")
-    text = json.dumps([plain(o), [*map(len, buffers)]]).encode()
+    text = json.dumps(plain(o)).encode()
     return b''.join([len(text).to_bytes(8, 'little'), text, *buffers])
 
 def _loads(data):
     "Return what `_dumps` was given, on the CPU; whatever `data` is, no other code runs"
     data = memoryview(data)
-    start = 8+int.from_bytes(data[:8], 'little')
-    o,sizes = json.loads(bytes(data[8:start]))
-    ends = [*itertools.accumulate(sizes, initial=start)]
-    def buffer(i): return bytearray(data[ends[i]:ends[i+1]])
-    def tensor(module, name, dtype, shape, i):
+    text_end = 8+int.from_bytes(data[:8], 'little')
+    def buffer(start, end): return bytearray(data[text_end:][start:end])
+    def tensor(module, name, dtype, shape, *where):
         # not by `getattr`: some modules import what is asked for
         cls = vars(sys.modules[module])[name]
         kind = vars(torch)[dtype.removeprefix('torch.')]
-        raw = torch.frombuffer(buffer(i), dtype=kind) if sizes[i] else torch.empty(0, dtype=kind)
-        return raw.reshape(shape).as_subclass(cls)      # raises for other classes
-    def array(is_array, dtype, shape, i):
-        kind = np.lib.format.descr_to_dtype(dtype)
-        res = np.ndarray(shape, kind, buffer(i))    # raises for objects
-        return res if is_array else res[()]
+        raw = buffer(*where)
+        flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
+        return flat.reshape(shape).as_subclass(cls)     # raises for other classes
+    def array(dtype, shape, *where):
+        # raises for objects
+        return np.ndarray(shape, np.lib.format.descr_to_dtype(dtype), buffer(*where))
     def objects(shape, values):
         res = np.empty(len(values), object)
         res[:] = values
         return res.reshape(shape)
-    make = dict(tensor=tensor, array=array, objects=objects,
-                bytes=lambda is_bytes, i: bytes(buffer(i)) if is_bytes else buffer(i))
-    def value(v):
-        if isinstance(v, list): return v if {*map(type, v)} <= _PLAIN else [*map(value, v)]
-        if not isinstance(v, dict): return v
-        (kind,content), = v.items()
-        content = value(content)
-        return _MAKE[kind](content) if kind in _MAKE else make[kind](*content)
-    return value(o)
+    make = dict(tensor=tensor, array=array, objects=objects, scalar=lambda o: o[()],
+                bytes=lambda *where: bytes(buffer(*where)), bytearray=buffer)
+    make |= {kind.__name__:kind for kind in _ARGS}
+    def value(entry):
+        (kind,args), = entry.items()
+        return make[kind](*args)
+    return json.loads(bytes(data[8:text_end]), object_hook=value)
 
 # %% ../../nbs/base/009_group.ipynb #e4997c23
 def _gather_bytes(
@@ -503,38 +502,33 @@ def sum_in(t, members):
 
 # %% ../../nbs/base/009_group.ipynb #a851dcb0
 @contextmanager
-def hidden():
-    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
-    by themselves find none there, and compute what this process has; fastddp reduces it"""
-    world = dist.GroupMember.WORLD
-    dist.GroupMember.WORLD = None
+def _with_default_group(other # torch's object for the group; None: there is none
+):
+    world = key()
+    dist.GroupMember.WORLD = other
     try: yield
     finally: dist.GroupMember.WORLD = world
 
+def hidden():
+    """Inside, `torch.distributed` has no default group. Libraries that reduce their values over it
+    by themselves find none there, and compute what this process has; fastddp reduces it"""
+    return _with_default_group(None)
+
 _of_one = noop,noop     # weak references to a default group, and to the group of this rank alone
 
-@contextmanager
 def group_of_one():
     """Inside, the default group has this rank alone: what other code exchanges over it, such as a
     metric of a library, waits for no other rank. Other ranks needn't call this"""
     global _of_one
-    if not in_group():
-        yield
-        return
-    world = dist.GroupMember.WORLD
-    if _of_one[0]() is not world or _of_one[1]() is None:
+    if not in_group(): return nullcontext()
+    if _of_one[0]() is not key() or _of_one[1]() is None:
         # gloo exchanges tensors on GPUs, too
-        _of_one = weakref.ref(world),subgroup([dist.get_rank()])
-    dist.GroupMember.WORLD = _of_one[1]()
-    try: yield
-    finally: dist.GroupMember.WORLD = world
+        _of_one = weakref.ref(key()),subgroup([dist.get_rank()])
+    return _with_default_group(_of_one[1]())
 
 _OF_RANKS = 'RANK','WORLD_SIZE','LOCAL_RANK','LOCAL_WORLD_SIZE','GROUP_RANK'
 
 @contextmanager
 def as_one_process():
     "Inside, this process seems to be the only one: it has no default group, and no rank"
-    ours = {k:os.environ.pop(k) for k in _OF_RANKS if k in os.environ}
-    try:
-        with hidden() if in_group() else nullcontext(): yield
-    finally: os.environ.update(ours)
+    with environment(*_OF_RANKS), hidden() if in_group() else nullcontext(): yield

@@ -40,13 +40,8 @@ def distrib_ctx(self:Learner,
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss)    # those of `distributed_v1`
-    def on_workers(launcher, n, gpus):
-        "Return the methods that replace the learner's own in the block, by name"
-        return Session(self, launcher, n, gpus, rank_options, restarts).overrides()
-    # in a group of a launcher such as torchrun no workers are started
-    def in_launched(): return in_place(self, rank_options, block_options)
-    with distrib_block(self, block_options, OPTIONS.defaults, in_launched, on_workers,
-                       is_quiet=self.silent):
+    with distrib_block(self, block_options, OPTIONS.non_defaults(block_options), rank_options,
+                       in_place, Session, is_quiet=self.silent):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "

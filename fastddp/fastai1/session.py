@@ -17,7 +17,7 @@ from ..base.scoped import with_attrs
 from .jobs import fit_job, infer_job
 from .loaders import check_v1, step_sizes
 from .snapshot import apply, snapshot
-from ..launch.session import Call, Session as _Session, refuse_untrainable
+from ..launch.session import BaseSession, Call, refuse_untrainable
 from ..launch.training import finds_lr
 
 # %% ../../nbs/fastai1/806_session.ipynb #2629bb65
@@ -50,7 +50,7 @@ class LearnerCall(Call):
 _CALLBACK = Check("callbacks, such as [ReduceLROnPlateauCallback(learn)]",
                   lambda v: isinstance(v, Callback))
 
-class Session(_Session):
+class Session(BaseSession):
     """A `distrib_ctx` block of a fastai v1 learner, in the notebook. `fit` and `validate` have the
     parameters of the functions in `basic_train`, which they replace"""
     def check(self):

@@ -24,7 +24,7 @@ from ..base.rng import CommonRNG, seed_rank
 from ..base.scoped import environment, with_attrs
 from .callbacks import SameModel, ShardData, kept_streams, model_from_rank0, opt_from_rank0
 from .inference import infer_in_group, preds_in_one_order
-from .loaders import Undivided
+from .loaders import undivided
 from .metrics import ReduceMetrics
 from .snapshot import state_of
 from .step import StepSync
@@ -59,12 +59,8 @@ class Fit:
         self.metrics = ReduceMetrics()
         # on a GPU torch's SyncBatchNorm keeps the running statistics equal
         self.same_model = SameModel(self.together, average_bn=sync_bn and not on_gpu)
-        self.data = ShardData(self.together, self.common, batch, self.may_be_alone)
+        self.data = ShardData(self.together, self.common, batch)
         self.callbacks = [self.together, self.data, self.step, self.metrics, self.same_model]
-    def may_be_alone(self):
-        """True if other ranks may not do what a callback does now: it acts on rank 0 only, or at a
-        batch of a validation, of which ranks may have different numbers"""
-        return self.together.is_alone or self.together.in_validation
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #699a2e1e
 @contextmanager
@@ -79,13 +75,20 @@ def silence_other_ranks(learn):
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #00fabeec
 @contextmanager
-def _without_cbs(learn, removed):
-    """Context manager in which `learn.cbs` is without the callbacks `removed`; callbacks that are
-    added inside act on rank 0 only from then on"""
+def _alone(learn, fit, keeps_streams=True):
+    """Context manager of what this rank does by itself:
+
+        `together.is_alone` is True: what is called waits for no other rank
+        `learn.cbs` has none of fastddp's callbacks, which call collectives; callbacks that are
+        added act on rank 0 only from then on
+        the common random streams are kept, with `keeps_streams`"""
+    removed = fit.callbacks
     before = list(learn.cbs)
     # compared by `is`: a class may have an `==` of its own
     learn.cbs = L(cb for cb in before if all(cb is not o for o in removed))
-    try: yield
+    keeping = kept_streams(learn, fit.common) if keeps_streams else nullcontext()
+    try:
+        with with_attrs(fit.together, is_alone=True), keeping: yield
     finally:
         for cb in learn.cbs:
             if all(cb is not o for o in before): vars(cb)['rank0_only'] = True
@@ -93,18 +96,14 @@ def _without_cbs(learn, removed):
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #eb35ce43
 def call_alone(cb, learn, fit, event_name):
-    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs
-
-        `together.is_alone` is True: what it calls waits for no other rank
-        torch's default group has rank 0 alone: neither do collectives, as of a library's metric
-        `learn.cbs` has none of fastddp's callbacks, which call collectives
-        the common random streams are kept"""
+    """Call the callback `cb`, which acts on rank 0 only, at an event. While it runs, torch's
+    default group has rank 0 alone, too: a library's metric that calls a collective waits for no
+    other rank"""
     # a callback that acts alone has triggered this event
     if fit.together.is_alone: return cb(event_name)
-    # in each batch that would cost too much; a loop over a loader keeps them then (`read_whole`)
-    keeping = nullcontext() if event_name in _inner_loop else kept_streams(learn, fit.common)
-    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks), keeping,
-          group.group_of_one()): cb(event_name)
+    # in each batch it would cost too much to keep the streams; a loop over a loader does so then
+    # (`read_whole`)
+    with _alone(learn, fit, event_name not in _inner_loop), group.group_of_one(): cb(event_name)
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #a5010009
 # Callbacks that act on rank 0 only, and neither predict nor draw random numbers
@@ -234,15 +233,13 @@ def _validate_on_rank0(learn, dl, fit):
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "
                              "all ranks, without `rank0_only`.")
-    type(learn)._do_epoch_validate(learn, dl=Undivided(original(dl)))
+    type(learn)._do_epoch_validate(learn, dl=undivided(original(dl)))
 
 def _validate_in_batch(learn, dl, fit):
     """Validate the whole `dl` on this rank, for a callback in a batch of a validation. Other ranks
     have other batches then. The metrics of the outer validation go on as they were"""
     own = learn.dl      # the loop that goes on, and its metrics, are this loader's
-    with (with_attrs(fit.together, is_alone=True), _without_cbs(learn, fit.callbacks),
-          kept_streams(learn, fit.common), fit.metrics.kept()):
-        _validate_on_rank0(learn, dl, fit)
+    with _alone(learn, fit), fit.metrics.kept(): _validate_on_rank0(learn, dl, fit)
     learn.dl = own
 
 # %% ../../nbs/fastai2/725_as_one.ipynb #1bf87b74

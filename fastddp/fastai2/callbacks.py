@@ -57,8 +57,7 @@ class ShardData(OurCallback):
     def __init__(self,
         together, # The fit's `Together`
         common,   # The fit's `CommonRNG`
-        batch,    # 'per_worker' or 'global', as of `shard_dl`
-        may_be_alone # `may_be_alone()`: True if other ranks may not run a callback's loop
+        batch     # 'per_worker' or 'global', as of `shard_dl`
     ): store_attr()
 
     def shard(self, dl, train):
@@ -91,7 +90,8 @@ class ShardData(OurCallback):
         if is_sharded(self.dl): self.dl._shard.fit_loop_next = True
     def read_whole(self, dl):
         "Yield all batches of a sharded loader, the same on all ranks"
-        with kept_streams(self.learn, self.common) if self.may_be_alone() else nullcontext():
+        is_alone = self.together.may_be_alone()
+        with kept_streams(self.learn, self.common) if is_alone else nullcontext():
             try: yield from iterate_original(dl, self.common)
             finally: follow_original(dl)
     def before_epoch(self):

@@ -17,7 +17,7 @@ from ..base import group
 from ..base.scoped import with_attrs
 from .events import reads_validation
 from .loaders import (
-    Undivided, dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, why_not)
+    dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, undivided, why_not)
 from ..launch.training import has_kind
 from ..shard.sharded import is_sharded, original
 
@@ -146,7 +146,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
     whole = original(dl)
     n = group.world_size()
     if n == 1 or group.from_rank0(_goes_over_all(learn, whole, n, fit)):
-        type(learn)._do_epoch_validate(learn, dl=Undivided(whole, fit.common))
+        type(learn)._do_epoch_validate(learn, dl=undivided(whole, fit.common))
     else:
         of_fit = is_sharded(dl) and dl._shard.whole_batches
         if not of_fit: order_from_rank0(whole)

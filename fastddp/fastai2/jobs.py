@@ -79,17 +79,12 @@ class NoteProgress(OurCallback):
         # `where` may be called when fastai has already removed this callback from its learner
         self.epoch = getattr(self.learn, 'epoch', None)
     def before_fit(self):
-        self.fits.append(dict(phase=self.phase, n_begun=self.n_begun, in_batch=self.in_batch,
-                              epoch=self.epoch))
+        self.fits.append({k:getattr(self, k) for k in ('phase','n_begun','in_batch','epoch')})
     def before_epoch(self): self._enter('epoch')
     def before_train(self):
         self._enter('train')
         self.progress.start()
     def after_train(self):
-        epoch = getattr(getattr(self.dl, '_shard', None), 'epoch', None)
-        # of each batch, the items of this rank and of all
-        counts = epoch.counts[:epoch.n_yielded] if epoch else ()
-        self.progress.lap(sum(total for _,total in counts))
         self._enter('epoch')
         self.ctx.beat(self.where())
     def before_validate(self): self._enter('validate')
@@ -112,7 +107,8 @@ class NoteProgress(OurCallback):
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #19999943
 class EndOfAll(OurCallback):
-    "Notes the end of a training batch after all other callbacks, and calls `keep` after an epoch"
+    """Notes the end of a batch after all other callbacks, and in training its items, of all ranks;
+    calls `keep` after an epoch"""
     order = 2_000_000
     def __init__(self,
         noted, # The `NoteProgress` of the fit
@@ -120,7 +116,11 @@ class EndOfAll(OurCallback):
     ):
         self.noted = noted
         self.keep = keep
-    def after_batch(self): self.noted.in_batch = False
+    def after_batch(self):
+        # False if a callback has run another batch inside of this one, which has counted then
+        if self.training and self.noted.in_batch:
+            self.noted.progress.lap(step_of(self.learn).total)
+        self.noted.in_batch = False
     def after_epoch(self):
         if len(self.noted.fits) == 1: self.keep()
 

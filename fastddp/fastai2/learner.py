@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/730_learner.ipynb #0d576e61
 import contextlib, sys, warnings
-from functools import partial
+from importlib.machinery import PathFinder
 
 import fastai.callback.schedule
 from fastai.learner import Learner
@@ -22,13 +22,12 @@ from .in_place import in_place, train_in_place
 from .learner_job import session_of, start_job
 from .loaders import with_loaders
 from .resume import (
-    UserCall, call_from_file, call_to_resume,
-    checkpoint_writer, claimed_file, load_weights, resume_points)
+    UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.held_gpus import running_jobs
 from ..launch.options import ITEMS, Options, suggest_names
 from ..launch.session import distrib_block
-from ..launch.training import wants_no_lines
+from ..launch.training import is_ours, wants_no_lines
 from ..shard.losses import check_loss
 from ..shard.gradients import DDP_CHECKS
 
@@ -61,11 +60,8 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
-    # in a group of a launcher such as torchrun no workers are started
-    def in_launched(): return in_place(self, rank_options, given)
-    opened = distrib_block(self, given, OPTIONS.defaults, in_place=in_launched,
-                           overrides=partial(_overrides, self, given, rank_options),
-                           is_quiet=wants_no_lines(self))
+    opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
+                           Session, is_quiet=wants_no_lines(self))
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with with_loaders(self), claimed, opened: yield self
 
@@ -76,8 +72,7 @@ class _StaysOurs:
     "Finds `fastai.distributed` for Python's import, and restores `distrib_ctx` once that has run"
     def find_spec(self, name, *args):
         if name != 'fastai.distributed': return None
-        others = (o for o in sys.meta_path if not isinstance(o, _StaysOurs))
-        spec = next((s for o in others if (s := o.find_spec(name, *args))), None)
+        spec = PathFinder.find_spec(name, *args)
         if spec is None: return None
         run = spec.loader.exec_module
         def exec_module(module):
@@ -107,15 +102,6 @@ def _check_block(given):
                              "A block waits for its fits.")
     check_loss(given['loss'])
 
-# %% ../../nbs/fastai2/730_learner.ipynb #85114eea
-def _overrides(learn, given, rank_options, launcher, n, gpus):
-    "Return the methods that replace those of `learn` in a block on `n` workers, by name."
-    session = Session(learn, launcher, n, gpus, rank_options, given['restarts'],
-                      model_factory=given['model_factory'], dls_factory=given['dls_factory'],
-                      asked_for=OPTIONS.non_defaults(given))
-    if given['checkpoint']: session.on_epoch.append(checkpoint_writer())
-    return dict(fit=session.fit, _do_epoch_validate=session.validate)
-
 # %% ../../nbs/fastai2/730_learner.ipynb #1551541f
 # fastai's, also if this module is loaded again and `Learner.__getstate__` is the one below
 _fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstate__)
@@ -124,11 +110,8 @@ _fastai_getstate = getattr(Learner.__getstate__, 'instead_of', Learner.__getstat
 def __getstate__(self:Learner):
     """Return what fastai pickles, without what an open block or a fit on a worker has added to the
     learner: options, methods and callbacks. A callback may call `learn.export`."""
-    def is_ours(v):
-        while isinstance(v, partial): v = v.func
-        return callable(v) and str(getattr(v, '__module__', '')).startswith('fastddp.')
     state = {k:v for k,v in _fastai_getstate(self).items()
-             if k != 'distrib_session' and not is_ours(v)}
+             if k != 'distrib_session' and not (callable(v) and is_ours(v))}
     if 'cbs' in state:
         state['cbs'] = L(cb for cb in state['cbs'] if not isinstance(cb, OurCallback))
     return state
@@ -158,7 +141,8 @@ def _check_loader(learn, name, args, kwargs):
 @patch
 def distrib(self:Learner,
     name:str, # A method of the learner: `fit`, `fit_one_cycle`, or any `fit_*` that was patched in
-    *args, **kwargs # Its arguments, and the options of `distrib_ctx`
+    *args, # Its arguments
+    **kwargs # Those by name, and the options of `distrib_ctx`
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
     options = OPTIONS.pop_from(self, name, args, kwargs)

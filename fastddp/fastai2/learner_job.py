@@ -30,7 +30,7 @@ from ..payload.state import opt_tensors
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
 class JobTwin:
     """A copy of a learner, and of a call with it, for a job. It notes what the copy holds at first;
-    `capture` returns what the call has changed."""
+    `put_into` brings what the call has changed."""
     def __init__(self, learn,
         user_call # The `UserCall` of `learn`
     ):
@@ -45,10 +45,11 @@ class JobTwin:
         # uses the one, such as a loss with a global variable `model`, gets the other on a worker
         self.counterparts = [(a, made.places.objects[i]) for i,a in made.original.objects.items()
                              if made.places.objects.get(i, a) is not a]
-    def capture(self, streams, trains):
-        """Return what the call has changed, for `apply`; `streams` is the state of the random
-        streams at its end."""
-        return self.changes.capture(streams, weights=trains, grads='all')
+    def put_into(self, learn, streams, trains):
+        """Put what the call has changed into `learn`; `streams` is the state of the random streams
+        at its end"""
+        changed = self.changes.capture(streams, weights=trains, grads='all')
+        apply(learn, *changed, self.original)
 
 def _with_args(user_call, args, kwargs):
     "Return a copy of a `UserCall` that has these arguments."
@@ -164,14 +165,14 @@ class LearnerJob(BackgroundJob):
         # `apply` installs random streams: not those of the notebook, while the job goes on
         with fit_call.session.applying, streams_apart():
             fit_call.apply(*state)
-            apply(learn, *self.twin.capture(CommonRNG.capture().state(), True), self.twin.original)
+            self.twin.put_into(learn, CommonRNG.capture().state(), True)
         self.known_hash = _state_hash(learn)
     def bring(self):
         "Put the state of the twin after the call into the learner; for `result`."
         # first: what is refused here can be called again
         learn = self._target()
         copied = self.twin.learn
-        apply(learn, *self.twin.capture(self._streams, self.trains), self.twin.original)
+        self.twin.put_into(learn, self._streams, self.trains)
         if copied in reports: reports[learn] = reports[copied]
         # `distrib_resume` of the learner continues a fit of the twin that was cut off
         if self.trains: resume_points.pop(learn, None)

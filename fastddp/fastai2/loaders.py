@@ -20,10 +20,10 @@ from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
 from ..base.scoped import with_attrs
 from ..output.replay import print_line
-from ..shard.read_whole import ReadWhole, ReadsAround, n_items
+from ..shard.read_whole import ReadWhole, n_items
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, draw_seed, global_batch_size, iterate_original, one_iteration,
-    original, refuse_loader, report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
+    CantShard, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader, report_errors,
+    sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (
     is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
 
@@ -192,22 +192,12 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
     return clone
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #bada2c04
-class Undivided(ReadsAround):
-    """Yields all batches of the original, and counts items as a sharded loader does: for one rank,
-    or where all ranks go over the same batches"""
-    def __init__(self, dl,
-                 common=None # `CommonRNG` to draw from, where all ranks go over the same batches
-    ):
-        # not by `__setattr__`, which sets attributes of the original
-        vars(self)['_shard'] = Shard(dl, 0, 1, None, True, common or nullcontext())
-    def __reduce__(self): return Undivided, (self._shard.orig,)
-    def __len__(self): return len(self._shard.orig)
-    def _iter_shard(self):
-        with one_iteration(self, []) as epoch:
-            for b in iterate_original(self, self._shard.common):
-                n,start = n_items(b),len(epoch.idxs)
-                self._count(epoch, n, range(start, start+n), n)
-                yield b
+def undivided(dl,
+    common=None # `CommonRNG` to draw from, where all ranks go over the same batches
+):
+    """Return a loader that yields all batches of `dl`, and counts items as a sharded loader does:
+    for one rank, or where all ranks go over the same batches"""
+    return ReadWhole(dl, 0, 1, 'per_worker', False, common or nullcontext())
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
 class LoadersOf(DataLoaders):
@@ -277,7 +267,7 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable o
     `CantShard`, with the remedy, if the shards of all ranks wouldn't be the batches of one
     process."""
     dl = original(dl)
-    if world_size==1: return Undivided(dl)
+    if world_size==1: return undivided(dl)
     why = why_not(dl)
     if why: refuse_loader('This loader', world_size, why)
     common = common or CommonRNG.capture()

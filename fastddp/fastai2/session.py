@@ -20,11 +20,11 @@ from ..base.scoped import Interrupts
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
-from .resume import UserCall
+from .resume import UserCall, checkpoint_writer
 from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.report import Report
-from ..launch.session import Call, Session as BaseSession, refuse_untrainable
+from ..launch.session import BaseSession, Call, refuse_untrainable
 from ..launch.training import finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
 from ..payload.kinds import is_own
@@ -188,16 +188,16 @@ def distrib_report(self:Learner):
 class Session(BaseSession):
     """A `distrib_ctx` block of a fastai 2 learner. For the time of the block, its `fit` overrides
     `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`"""
-    def __init__(self, *args,
-        model_factory=None, dls_factory=None, # The options of the block
-        asked_for, # All options of the block that aren't the defaults, for a resumed fit
-        **kwargs
+    def __init__(self, *args # As of the base class
     ):
-        super().__init__(*args, **kwargs)
-        store_attr('model_factory,dls_factory,asked_for')
+        super().__init__(*args)
+        self.model_factory = self.asked.get('model_factory')
+        self.dls_factory = self.asked.get('dls_factory')
         self.reports = []       # the `Report` of each call
         self.applying = threading.RLock()
-        self.on_epoch = []      # called with the `FitCall` and an `EpochEnd` when an epoch ends
+        # called with the `FitCall` and an `EpochEnd` when an epoch ends
+        self.on_epoch = [checkpoint_writer()] if self.asked.get('checkpoint') else []
+    def overrides(self): return dict(fit=self.fit, _do_epoch_validate=self.validate)
     def check(self):
         "Refuse a learner that can't train on workers"
         if not self.model_factory: refuse_untrainable(self.learn.model)
@@ -232,7 +232,7 @@ class Session(BaseSession):
     def fit(self, *args, **kwargs):
         "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
         # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
-        with UserCall('fit', args, kwargs, self.asked_for).running(self.learn) as user_call:
+        with UserCall('fit', args, kwargs, self.asked).running(self.learn) as user_call:
             self._fit(user_call, *fit_args(self.learn, args, kwargs))
     def _fit(self, user_call, cbs, asked):
         learn = self.learn

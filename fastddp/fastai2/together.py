@@ -8,7 +8,6 @@ __all__ = []
 # %% ../../nbs/fastai2/705_together.ipynb #069babd9
 import os, sys, traceback, zlib
 from collections import namedtuple
-from contextlib import contextmanager
 
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
@@ -21,6 +20,7 @@ from fastcore.basics import store_attr
 
 from ..base import board, group
 from ..base.failure import end_fork
+from ..base.scoped import with_attrs
 from .clock import Clock, Spent, kind_of
 from .events import _FIRST, OurCallback, handles, runs_user_code
 from ..output.replay import print_line
@@ -81,7 +81,7 @@ FIELDS = (
     'grads')            # end: 1: it has gradients that no step used
 _FIRST_FIELDS = 'place','epoch','batch','wish','events','stop',*Spent._fields
 
-class Row(namedtuple('_Row', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIELDS+FIELDS))):
+class Ballot(namedtuple('_Ballot', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIELDS+FIELDS))):
     """What one rank sends to a vote, at most `board.MAX_NUMBERS` numbers: the index of its place in
     `_PLACES`, epoch and batch there, the `strength` of its wish, the events that its callbacks
     handle, 1 if it was asked to stop, seconds for the `Clock`s of the other ranks, and `FIELDS`"""
@@ -92,7 +92,7 @@ class Row(namedtuple('_Row', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIEL
 
 # %% ../../nbs/fastai2/705_together.ipynb #9ef3d23e
 class Votes(list):
-    "What all ranks sent to a vote: a `Row` for each, in rank order"
+    "What all ranks sent to a vote: a `Ballot` for each, in rank order"
     def values(self, field): return [getattr(row, field) for row in self]
     def sum(self, field): return sum(self.values(field))
     def different(self):
@@ -157,12 +157,10 @@ class Together(OurCallback):
         # several ranks stop at the next vote; one rank has none, and validation batches neither
         has_no_vote = self.board.n == 1 or self.in_validation
         if has_no_vote and self.stop_requested(): raise KeyboardInterrupt
-    def _end_training(self):
+    def after_train(self):
         if self.fit_depth == 1: self.in_training = False
-    def after_train(self): self._end_training()
     # an epoch or a fit that is left in training has no `after_train`
-    def after_cancel_epoch(self): self._end_training()
-    def after_cancel_fit(self): self._end_training()
+    after_cancel_epoch = after_cancel_fit = after_train
     def after_fit(self): self.fit_depth -= 1
     def _exchange(self, place, wish, numbers): # `Votes`
         "Meet the other ranks, and return what all of them sent; raises nothing. A collective"
@@ -170,9 +168,9 @@ class Together(OurCallback):
         # outside of a fit the learner may have no epoch; in a validation ranks have other batches
         epoch = getattr(learn, 'epoch', None) or 0
         batch = getattr(learn, 'iter', 0) if place in _BATCH_PLACES else 0
-        row = Row(_PLACES.index(place), epoch, batch, wish, self.own_events,
-                  self.stop_requested(), *self.clock.spent_now(), **numbers)
-        votes = Votes(Row(*o[:len(row)]) for o in self.board.meet(row))
+        own = Ballot(_PLACES.index(place), epoch, batch, wish, self.own_events,
+                     self.stop_requested(), *self.clock.spent_now(), **numbers)
+        votes = Votes(Ballot(*o[:len(own)]) for o in self.board.meet(own))
         self.clock.end_meeting([(o.data,o.callbacks) for o in votes])
         self.voting = 0
         for bits in votes.values('events'): self.voting |= int(bits)
@@ -192,9 +190,13 @@ class Together(OurCallback):
         if text := votes.different(): raise RuntimeError(text)
         if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
         return votes
+    def may_be_alone(self):
+        """Return True if other ranks may not do what a callback does now: it acts on rank 0 only,
+        or at a batch of a validation, of which ranks may have different numbers"""
+        return self.is_alone or self.in_validation
     def votes_at(self, event_name):
         "Return True if the ranks vote at the end of this event. The same on all ranks"
-        if self.is_alone or self.in_validation or self.board.n == 1: return False
+        if self.may_be_alone() or self.board.n == 1: return False
         return event_name in EPOCH_EVENTS or bool(self.voting & bits_of([event_name]))
     def run_batches(self,
         loop # Called without arguments; runs the batches of a phase
@@ -202,18 +204,11 @@ class Together(OurCallback):
         "Call `loop` in the place of fastai's `all_batches`; vote on how it ends"
         if self.is_alone: return loop()
         wish = None
-        with self._phase(is_validation=not self.learn.training):
+        with with_attrs(self, in_validation=not self.learn.training):
             try: loop()
             except LEAVING as e: wish = e
         if self.has_stopped: raise KeyboardInterrupt
         self.vote('end_loop', wish)
-    @contextmanager
-    def _phase(self, is_validation):
-        "Context manager of the batches of a phase"
-        before = self.in_validation
-        self.in_validation = is_validation
-        try: yield
-        finally: self.in_validation = before
     def agree_on_order(self,
         batches # Lists of indices, as this rank has drawn them
     ):

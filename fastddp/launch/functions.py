@@ -12,7 +12,7 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_whole, whole)
+    FLAG, SEE, Check, bind_arguments, check, check_all, closest_name, is_whole, whole)
 from ..base.device import device_restored, visible_cores
 from ..base.group import join_at
 from ..base.errors import CantDistribute, short_traceback
@@ -189,10 +189,11 @@ def ranch(
     another thread than the main one, all are workers. Raises `CantDistribute` for wrong arguments,
     before anything is started, `RankRaised` or `RankDied` if a worker fails, and what `fn` raises
     in this process as it is"""
-    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait,
-                see=() if see is None else see)
     # environment, signals and process group are those of a whole process: of the main thread
     is_rank = caller_rank is not None and in_main_thread()
+    if see is None: see = () if is_rank else (caller_rank or 0,)
+    _check_call(nprocs, fn, caller_rank=caller_rank, ctx=ctx, need=need, imports=imports, wait=wait,
+                see=see)
     if is_rank: _check_no_group()
     n = nprocs-is_rank
     if n and 'FASTDDP_STORE' in os.environ:     # set by the outer one
@@ -210,8 +211,8 @@ def ranch(
             if is_rank:
                 global_imports(imports)
                 results = _run_as_rank(caller_rank, nprocs, fn, args, kwargs, ctx, store, make_job,
-                                       () if see is None else see)
-            else: results = _run(make_job(), nprocs, (caller_rank or 0,) if see is None else see)
+                                       see)
+            else: results = _run(make_job(), nprocs, see)
         if gather: return results
         return None if caller_rank is None else results[caller_rank]
     if wait: return run()
@@ -324,8 +325,7 @@ class TorchDDPCtx(contextlib.AbstractContextManager):
             undo.enter_context(device_restored())
             undo.enter_context(env)
             undo.push(lambda kind, *_: group.leave(broken=kind is not None))
-            why = group.why_no_interface()
-            if why and gpu is None: raise CantDistribute(why)
+            if gpu is None: group.check_interface()
             device = group.use_device(gpu, self.num_threads or max(1, visible_cores()//n))
             # in the notebook Ctrl-C ends the wait for other ranks, also while torch connects
             how = group.backend_for(device), device, self.timeout, True
@@ -395,7 +395,7 @@ def in_torchddp(
 ):
     """Call `fn` on all ranks of a process group, of which this process is one. Returns one value,
     what `fn` returns on `caller_rank`, not a list as `ranch`; raises as `ranch` does"""
-    check_all(dict(nprocs=nprocs, world_size=world_size), CHECKS | _GROUP_CHECKS)
+    check('nprocs', nprocs, CHECKS['nprocs'])
     if ctx is None:
         ctx = TorchDDPCtx(world_size=world_size, base_rank=base_rank, use_gpu=use_gpu)
         # also here, before anything starts; more than one host needs a `TorchDDPCtx(addr=)`

@@ -19,7 +19,7 @@ from .engine import Job
 from .rank import RankSpec, join_early, run_on_rank
 from .worker_launcher import WorkerLauncher
 from ..output.replay import StatusLine, print_line, several
-from ..process.helper import helper_is_new, warm_next
+from ..process.helper import forks_lack_gpu, helper_is_new, warm_next
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/506_local.ipynb #49cd4296
@@ -47,24 +47,10 @@ def start_workers(
     they were forked has touched CUDA, start others without the helper. Raises `KeyboardInterrupt`
     if `stopped()` before they have started"""
     workers = _new_workers(ranks, stopped, mark, first)
-    if not on_gpu or not _helper_touched_cuda(workers, ranks, stopped): return workers
+    if not (on_gpu and forks_lack_gpu()): return workers
     workers.stop()
     turn_off_helper("a library that the helper process imports touches CUDA")
-    return start_workers(ranks, on_gpu, stopped, mark, first)
-
-def _helper_touched_cuda(workers, ranks, stopped):
-    """Wait until all workers are ready; return True if the helper touched CUDA before it forked one
-    of them, False if not, if a worker died, or if `stopped()`"""
-    touched = []    # of each worker that is ready
-    while len(touched) < len(ranks):
-        if stopped(): return False
-        news = workers.poll(.1)
-        touched += [values[0] for _,what,*values in news if what == 'ready']
-        dead = [r for r,what,*_ in news if what == 'died']
-        if dead:
-            workers.report_again(dead)      # to the wait that follows
-            return False
-    return any(touched) and not stopped()
+    return _new_workers(ranks, stopped, mark, first)
 
 # %% ../../nbs/launch/506_local.ipynb #886a3e9a
 def all_reduce_seconds(
@@ -101,7 +87,7 @@ def exchanges_right(
 
 # %% ../../nbs/launch/506_local.ipynb #ce508ea8
 # Known of this process's GPUs, for all engines
-_extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed `check_p2p`
+_extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed exchange
 _p2p_checked = set()    # tuples of GPUs
 # Seconds: for the start of the GPUs and of NCCL, and for the exchange itself
 _GPU_START_TIMEOUT,_P2P_TIMEOUT = 600.,30.
@@ -180,18 +166,17 @@ class Local(WorkerLauncher):
             had_workers = self.workers is not None
             super(Local, self).close(grace)
             if had_workers: warm_next()
-    def before_job(self, nprocs, interrupts):
-        "Look once whether these GPUs can exchange data"
-        if self.needs_p2p_check(nprocs): self.check_p2p(nprocs, interrupts)
     def needs_p2p_check(self, nprocs):
         "True for several GPUs that have not exchanged anything yet"
         gpus = self._gpus(nprocs)
         if len(gpus) < 2 or self.backend in ('','gloo'): return False     # gloo: over the CPU
         if 'NCCL_P2P_DISABLE' in os.environ: return False
         return tuple(gpus) not in _p2p_checked
-    def check_p2p(self, nprocs, interrupts):
-        """Have the workers exchange a megabyte. If the GPUs can do it only without P2P, workers go
-        on without, and one line says so; raises failures of another kind"""
+    def before_job(self, nprocs, interrupts):
+        """Look once whether these GPUs can exchange data: have the workers exchange a megabyte. If
+        the GPUs can do it only without P2P, workers go on without, and one line says so; raises
+        failures of another kind"""
+        if not self.needs_p2p_check(nprocs): return
         why = self._why_no_exchange(nprocs, interrupts)
         if why:
             _extra_env['NCCL_P2P_DISABLE'] = '1'

@@ -6,8 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import inspect, os, re, sys, warnings
-from contextlib import contextmanager
+import inspect, os, sys, warnings
+from contextlib import contextmanager, suppress
+
+from fastcore.docments import docments
 
 from ..base import group
 from ..base.checks import (
@@ -101,34 +103,9 @@ def suggest_names(cls # A class of learners
     look_up.instead_of = before
     cls.__getattr__ = look_up
 
-# %% ../../nbs/launch/508_options.ipynb #14f9dcd6
-# Documentation of the options
-def comments_of(fn):
-    """Return `{parameter: the comment beside it}`, empty without the source of `fn`. It is made for
-    signatures of ours: one parameter a line (those of one line share its comment), no `):` in a
-    comment, and no `#` in a default value"""
-    try: source = inspect.getsource(fn)
-    except (OSError,TypeError): return {}
-    head = re.split(r'\n\)|\):', source)[0]     # up to the end of the signature
-    res = {}
-    for k in inspect.signature(fn).parameters:
-        # at the beginning of a line, or after `(` or `,`
-        beside = re.search(rf'(?:^|[(,])\s*\**{k}\b[^#\n]*# *(.*)$', head, re.M)
-        if beside: res[k] = beside[1]
-    return res
-
-def list_params(
-    params, # `inspect.Parameter`s
-    comments # Name -> what it means
-):
-    "Return a line for each of `params`, for a docstring"
-    def line(p):
-        name = f"**{p.name}" if p.kind == p.VAR_KEYWORD else p.name
-        default = '' if p.default is p.empty else f"={p.default!r}"
-        return f"    {name}{default}: {comments.get(p.name, '')}".rstrip(' :')
-    return '\n'.join(map(line, params))
-
 # %% ../../nbs/launch/508_options.ipynb #35289c5b
+_FOR_DDP = "For `DistributedDataParallel`, e.g. `bucket_cap_mb`"
+
 class Options:
     """The options of `distrib_ctx`, read from its signature: checks what a user gives, and makes
     `distrib_*` methods, whose signatures and docstrings show them. For `learn.distrib_fit(3, lr=.1,
@@ -147,7 +124,10 @@ class Options:
                        if k != 'self' and (extra_checks or p.kind != p.VAR_KEYWORD)}
         self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
         self.accepted = {*self.defaults, *extra_checks}
-        self.comments = comments_of(ctx)
+        # Before fastcore 2 docments has no `**kwargs`
+        self.comments = dict(ddp_kwargs=_FOR_DDP)
+        with suppress(OSError):     # there may be no source
+            self.comments = docments(ctx, returns=False) | self.comments
         self.module = ctx.__module__
         self.extra_checks = extra_checks
         self.checks = CHECKS | {k:c for k,c in extra_checks.items() if c}
@@ -212,9 +192,11 @@ class Options:
         return options
     def _docstring(self, text, intro, params, returns, *more):
         "Return a docstring that lists `params` and the errors"
-        about = inspect.cleandoc(text or '')
-        listed = f"{intro}\n{list_params(params, self.comments)}"
-        return '\n\n'.join([about, listed, returns, RAISES, *more])
+        def line(p):
+            name = f"**{p.name}" if p.kind == p.VAR_KEYWORD else f"{p.name}={p.default!r}"
+            return f"    {name}: {self.comments.get(p.name, '')}"
+        listed = '\n'.join([intro, *map(line, params)])
+        return '\n\n'.join([inspect.cleandoc(text or ''), listed, returns, RAISES, *more])
     def add_to_docstring(self, f, *more):
         "List the options and errors in the docstring of `f`, which takes the options"
         f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
@@ -347,11 +329,10 @@ def refuse_in_launched_group(name):
 _ONLY_WITH_WORKERS = ('launcher','restarts','checkpoint','model_factory','dls_factory')
 
 def warn_without_effect(
-    options, # All options of a block in a launcher's group
-    defaults
+    asked # Options of a block in a launcher's group that aren't the defaults
 ):
     "Warn, on rank 0, of options that have no effect where no workers are started"
-    names = [o for o in _ONLY_WITH_WORKERS if options.get(o) != defaults.get(o)]
+    names = [o for o in _ONLY_WITH_WORKERS if o in asked]
     if names and os.environ.get('RANK', '0') == '0':
         warnings.warn(f"fastddp: {'=, '.join(names)}= has no effect in a process group of a "
                       "launcher, where each process runs the whole script.")
@@ -360,7 +341,7 @@ def warn_without_effect(
 @contextmanager
 def engine_for(
     options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
-    defaults # Their default values
+    asked # Those of them that aren't the defaults
 ): # Yields `(open launcher, number of workers, GPU of each)`, or None to train in this process
     "Context manager that opens the launcher of a block. Raises `CantDistribute` for wrong options"
     nprocs = options['nprocs']
@@ -372,14 +353,13 @@ def engine_for(
         yield None
         return
     if launcher is None: launcher = Local()
-    attrs = _attrs_of_block(launcher, options, defaults)
+    attrs = _attrs_of_block(launcher, options, asked)
     if launcher.workers_are_local:
         # gloo copies over the CPU, so its ranks may share a GPU; NCCL refuses two ranks on one
         shared = getattr(launcher, 'backend', None) == 'gloo'
         n,gpus = workers_for(nprocs, _gpus_of(launcher, gpus), shared)
         attrs['gpus'] = gpus
-        why = None if gpus else group.why_no_interface()
-        if why: raise CantDistribute(why)
+        if not gpus: group.check_interface()
         if not gpus and n > visible_cores():
             print_once(f"{n} workers share {several(visible_cores(), 'core')}: that many are for a "
                        "test; the fit is slower than with one for each core.")
@@ -391,7 +371,7 @@ def engine_for(
             raise CantDistribute(f"see={see!r}: the ranks are 0 to {n-1}, or 'all'.")
         yield engine, n, gpus
 
-def _attrs_of_block(launcher, options, defaults):
+def _attrs_of_block(launcher, options, asked):
     "Return attributes that the `launcher` has for the time of the block, by name"
     if not isinstance(launcher, WorkerLauncher): return {}
     attrs = {}
@@ -399,7 +379,7 @@ def _attrs_of_block(launcher, options, defaults):
         # Where the block has its default, the value of the user's `Local` counts. None there is
         # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
         own = getattr(launcher, k)
-        attrs[k] = options[k] if options[k] != defaults[k] or own is None else own
+        attrs[k] = options[k] if k in asked or own is None else own
     return attrs
 
 def _gpus_of(local, gpus):
@@ -413,12 +393,11 @@ def _gpus_of(local, gpus):
 # %% ../../nbs/launch/508_options.ipynb #2d652059
 def refuse_changes(
     outer, # Options of the block around it
-    options, # Of this block
-    defaults # Their default values
+    asked # Those of this block that aren't the defaults
 ):
     """Raise `CantDistribute` if a block inside another one of the same learner has options that
     differ from those of the outer block"""
-    other = [k for k,v in options.items() if v != defaults.get(k) and v != outer.get(k)]
+    other = [k for k,v in asked.items() if v != outer.get(k)]
     if other: raise CantDistribute("Already inside a distrib_ctx of this learner, and "
                                    f"{', '.join(other)} can't change there. Leave the options out, "
                                    "or leave the block first.")

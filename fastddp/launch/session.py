@@ -75,27 +75,28 @@ def offloaded(learn,
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
     options, # Name -> value, all options of the block
-    defaults, # Name -> default value
-    in_place, # Returns the context manager for a process group that a launcher made
-    # `overrides(launcher, n, gpus)` makes a `Session`, and returns by name its methods that replace
-    # the learner's
-    overrides,
+    asked, # Those that aren't the defaults
+    rank_options, # What the ranks are told, as of `Session`
+    # `in_place(learn, rank_options, options)` is the context manager for a process group that a
+    # launcher made
+    in_place,
+    session, # The class of the `Session` of a block on workers
     is_quiet # True if no lines of ours are wanted
 ):
     """Context manager in which the calls of `learn` run where `options` say: inside another block
     there, in a process group that a launcher made, on workers, or in this process"""
     outer = vars(learn).get('distrib_session')      # the options of the block around this one
     if outer is not None:
-        refuse_changes(outer, options, defaults)
+        refuse_changes(outer, asked)
         yield
         return
     if in_launched_group():
-        warn_without_effect(options, defaults)
-        with in_place(): yield
+        warn_without_effect(asked)
+        with in_place(learn, rank_options, options): yield
         return
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet):
-            engine = stack.enter_context(engine_for(options, defaults))
+            engine = stack.enter_context(engine_for(options, asked))
         methods = {}
         if engine:      # else the calls run in this process
             launcher,n,gpus = engine
@@ -103,7 +104,7 @@ def distrib_block(
             if launcher.workers_are_local:
                 refuse_gpus_of_jobs(gpus)
                 stack.enter_context(reserve_gpus(learn, gpus))
-            methods = overrides(launcher, n, gpus)
+            methods = session(learn, launcher, n, gpus, rank_options, asked).overrides()
         stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
         yield
 
@@ -123,7 +124,8 @@ class Call:
         store_attr('session,job,apply_failed,counts_steps')
         self.learn = session.learn
         self.report = Report(what)
-        self.before_run = noop          # called when the snapshot is made; `Session.train` sets it
+        # called when the snapshot is made; `BaseSession.train` sets it
+        self.before_run = noop
         self.places = None              # of the learner, once a snapshot is made
         self.has_result = False         # the learner holds a state that came from the workers
         # rank 0's last state is from the middle of an epoch: no other try follows
@@ -214,22 +216,24 @@ def refuse_untrainable(model):
                          "its requires_grad.")
 
 # %% ../../nbs/launch/511_session.ipynb #f12c2c43
-class Session:
+class BaseSession:
     """A `distrib_ctx` block on workers: runs the calls of its learner. Lives in the notebook, as
     long as the block.
 
     Subclasses define `check()`, which raises `CantDistribute` for a learner that can't train on
-    workers, and `global_batch()`, which returns `(items per step of all workers, steps per epoch or
-    None)`, or None if they are not known. They may override `datasets`, `quiet` and `note`"""
+    workers, `overrides()`, which returns by name its methods that replace the learner's, and
+    `global_batch()`, which returns `(items per step of all workers, steps per epoch or None)`, or
+    None if they are not known. They may override `datasets`, `quiet` and `note`"""
     def __init__(self,
         learn, # The notebook's learner
         launcher, # An open `Launcher`
         n, # Number of workers
         gpus, # The GPU of each; None or empty: the CPU
         options, # What the ranks are told: `batch`, `sync_bn`, and the options of DDP
-        restarts=0 # How often a failed call is repeated
+        asked={} # All options of the block that aren't the defaults
     ):
         store_attr()
+        self.restarts = asked.get('restarts', 0)    # how often a failed call is repeated
         self.last_banner = None         # the line that `print_banner` has printed last
         self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
         self.calling = threading.RLock()    # held by the thread whose call runs

@@ -114,6 +114,7 @@ class Progress:
         self.steps = 0                  # batches that began
         self.items = 0                  # of these batches, on all ranks
         self.seconds = 0.
+        self.start()        # a callback may train before the first phase does
         if folder is not None: ctx.saves_below(folder)
     def at_batch(self, where, train):
         "Note that a batch begins at `where`, and tell the notebook"

@@ -175,19 +175,6 @@ def _import(entry):
         else: importlib.import_module(entry)
     except Exception as e: print(f"fastddp helper: {entry}: {e!r}", file=sys.stderr)
 
-# %% ../../nbs/process/404_helper.ipynb #472697d6
-def _import_quietly(libraries, path):
-    "Import modules; what they print is dropped, and one that can't be imported by itself left out"
-    sys.path[:] = path
-    outputs = [os.dup(1), os.dup(2)]
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    for fd in (1,2): os.dup2(nowhere, fd)
-    for o in libraries:
-        with suppress(BaseException): importlib.import_module(o)
-    for file in (sys.stdout, sys.stderr): file.flush()
-    for fd,own in zip((1,2), outputs): os.dup2(own, fd)
-    for fd in (nowhere, *outputs): os.close(fd)
-
 # %% ../../nbs/process/404_helper.ipynb #a2bbc153
 _GPUS = 'CUDA_VISIBLE_DEVICES'
 
@@ -219,13 +206,16 @@ def _threads_after_fork():
 def _import_libraries(libraries, path,
     gpus # The notebook's variable `_GPUS`, which they see; None: it isn't set
 ):
-    "Import them as `_import_quietly`; exit if this process couldn't fork workers afterwards"
+    """Import modules; one that can't be imported by itself is left out. Exit if this process
+    couldn't fork workers afterwards"""
     from fastddp.base.device import reset_device_count
     n_before = _threads_after_fork()
     del os.environ[_GPUS]
     if gpus is not None: os.environ[_GPUS] = gpus
     reset_device_count()
-    _import_quietly(libraries, path)
+    sys.path[:] = path
+    for o in libraries:
+        with suppress(BaseException): importlib.import_module(o)
     if _threads_after_fork() > n_before: os._exit(1)
 
 # %% ../../nbs/process/404_helper.ipynb #fc33b110
@@ -356,13 +346,16 @@ def serve(
     _serve_forks(sock)
 
 def _send_marks(sock):
-    "In a fork of the helper, which goes on: send a file with the `make_marks` of `payload.patches`"
+    """In a fork of the helper, which goes on: send whether forks can use a GPU, and a file with the
+    `make_marks` of `payload.patches`"""
     if os.fork(): return
     try:
+        from fastddp.base.device import in_bad_fork
+        message = b'no GPU' if in_bad_fork() else b'ready'
         with open(os.memfd_create('fastddp-marks'), 'w+b') as f:
             f.write(pkgutil.resolve_name('fastddp.payload.patches:make_marks')())
             f.seek(0)
-            socket.send_fds(sock, [b'ready'], [f.fileno()])
+            socket.send_fds(sock, [message], [f.fileno()])
     finally: os._exit(0)
 
 def run_spawned(
@@ -379,7 +372,8 @@ def run_spawned(
 # %% ../../nbs/process/404_helper.ipynb #0c665fbe
 def _start_python(
     call, # The call of a function of this module, as source
-    fds   # Descriptors that the process inherits
+    fds,  # Descriptors that the process inherits
+    out=None # Where what it prints goes, as of `Popen`; None: where this process's does
 ):
     "Start a new Python in a session of its own that makes the `call`, and return its `Popen`"
     package = os.path.dirname(os.path.abspath(sys.modules['fastddp'].__file__))
@@ -390,7 +384,8 @@ def _start_python(
             f"__import__('sys').path.insert(0, {os.path.dirname(package)!r}); "
             f"__import__('fastddp.process.helper', fromlist=['']).{call}")
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
-    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True)
+    return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
+                            stdout=out, stderr=out)
 
 # %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:
@@ -402,21 +397,26 @@ class _Helper:
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
         self.has_forked = False         # True once it has forked a worker, so it has imported all
-        self.marks = None               # what it has sent, see `_send_marks`
+        # What it has sent, see `_send_marks`
+        self.marks = None
+        self.forks_lack_gpu = False     # True if CUDA was started in it
         parent_pid = os.getpid() if in_main_thread() else 0
         args = theirs.fileno(),parent_pid,preloads()
         if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
         call = f'serve{args!r}'
-        with theirs: self.popen = _start_python(call, [theirs.fileno()])
+        # the notebook has shown what the libraries print
+        out = subprocess.DEVNULL if libraries else None
+        with theirs: self.popen = _start_python(call, [theirs.fileno()], out)
     def is_ready(self):
         "True once it can fork workers and has sent its marks, None before, False if it has ended"
         if self.marks is not None: return True
         # socket.recv_fds has a parameter for flags, but doesn't use it
         if not connection.wait([self.sock], 0): return None
-        try: _,fds,*_ = socket.recv_fds(self.sock, 16, 1)
+        try: message,fds,*_ = socket.recv_fds(self.sock, 16, 1)
         except OSError: return False
         if not fds: return False
         with open(fds[0], 'rb') as f: self.marks = marshal.load(f)
+        self.forks_lack_gpu = message != b'ready'
         return True
 
 # %% ../../nbs/process/404_helper.ipynb #951ff8ba
@@ -437,13 +437,22 @@ def warm():
     "Start the helper in the background, if this process uses one; returns at once"
     if start_method() == 'forkserver' and not _in_worker: ensure_helper()
 
-def marks_of_helper():
-    "Wait until the helper has imported all; return its marks (`payload.patches`), None without one"
-    if start_method() != 'forkserver' or _in_worker: return None
+def _ready_helper():
+    "Wait until the helper has imported all, and return it; None if this process uses none"
+    if start_method() != 'forkserver': return None
     helper = ensure_helper()
     while helper.is_ready() is None and not is_stopped(helper.popen.pid):
         connection.wait([helper.sock], .05)
-    return helper.marks
+    return helper
+
+def marks_of_helper():
+    """Return the helper's marks (`payload.patches`) once it has imported all; None in a worker, and
+    without a helper"""
+    return None if _in_worker else getattr(_ready_helper(), 'marks', None)
+
+def forks_lack_gpu():
+    "Return True if workers that the helper has forked can't use a GPU"
+    return getattr(_ready_helper(), 'forks_lack_gpu', False)
 
 def helper_is_new():
     "True if the helper has forked no worker yet, so it may still be importing"

@@ -15,7 +15,7 @@ import cloudpickle
 from fastcore.basics import noop
 
 from ..base import board
-from ..base.device import in_bad_fork, reset_device_count
+from ..base.device import reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
@@ -187,7 +187,7 @@ class Channel:
             'exit'              no job follows: `tasks`
             nothing any more    the notebook has ended: kill this process and its children
         to the notebook (`Workers.poll`)
-            'ready', cuda_forked    sent by `worker_main`
+            'ready'                 sent by `worker_main`
             'event', e              `emit`
             'put', kind, packed     `put`; a descriptor of shared memory comes with it
             'done'                  the job has ended
@@ -310,7 +310,7 @@ def worker_main(
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
     _fork_by_default()
-    channel.send('ready', in_bad_fork())
+    channel.send('ready')
     while (task := channel.tasks.get()) is not None:
         _run_task(channel, task)
         on_idle = channel.on_idle

@@ -208,7 +208,7 @@ class Workers:
         """Wait until a worker has sent something or has ended. Raises what `Pipe.receive` does.
         Return a list of reports, tuples `(rank, what, *values)`, where `(what, *values)` is one of
 
-            'ready', cuda_forked    it has started; True: it can't use CUDA
+            'ready'                 it has started
             'event', e              a job has emitted `e`
             'put', kind             `latest` has a new payload
             'done'                  the job has ended
@@ -237,9 +237,6 @@ class Workers:
     def _open_pipes(self):
         "Return `{pipe: rank}` of the same processes, without pipes from which nothing more comes"
         return {self.pipes[r]:r for r in self._sentinels().values() if not self.pipes[r].ended}
-    def report_again(self, ranks):
-        "Have the next `poll` report the deaths of `ranks` again"
-        self._reported_dead -= {*ranks}
     def _read(self, r, *max_reads):
         "Return the messages that rank `r` has sent, as reports of `poll`"
         return [(r, *self._store_payload(r, *msg)) for msg in self.pipes[r].receive(*max_reads)]

@@ -15,7 +15,7 @@ def two():
 @pytest.fixture(autouse=True)
 def gpus(two, monkeypatch):
     "Clusters and blocks that count as being on the GPUs they ask for"
-    def engine_for(given, defaults): return contextlib.nullcontext((two, 2, given['gpus']))
+    def engine_for(given, asked): return contextlib.nullcontext((two, 2, given['gpus']))
     class OnCPU(cluster.StandingLocal):
         def __init__(self, gpus, **kwargs): super().__init__(gpus=[], **kwargs)
     monkeypatch.setattr(session, 'engine_for', engine_for)

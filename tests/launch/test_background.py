@@ -263,7 +263,7 @@ def test_gpus_of_a_job():
 def test_a_job_beside_a_block(two, monkeypatch):
     "The open block of another learner has GPUs (made up: the workers are on the CPU)"
     @contextlib.contextmanager
-    def engine_for(given, defaults):
+    def engine_for(given, asked):
         with two['launcher'] as engine: yield engine, 2, given['gpus']
     monkeypatch.setattr(session, 'engine_for', engine_for)
     outer, learn = learner(), learner()

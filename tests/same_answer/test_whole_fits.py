@@ -312,7 +312,7 @@ def test_parameters_without_elements_are_not_without_gradient(two, capfd):
 def test_an_engine_of_ones_own_runs_with_the_blocks_options():
     defaults = dict(nprocs=None, gpus=None, launcher=None, see=(0,), see_load=True, timeout=1800)
     def found(local, **given):
-        with engine_for(defaults | dict(launcher=local) | given, defaults) as (engine, n, gpus):
+        with engine_for(defaults | dict(launcher=local) | given, given) as (engine, n, gpus):
             return engine is local, n, gpus, engine.see, engine.timeout
     assert found(Local(idle=600), nprocs=2, gpus=[], see='all', timeout=7) == (True, 2, [], 'all', 7)
     assert found(Local(idle=600, see='all', timeout=9, gpus=[]), nprocs=2) == (True, 2, [], 'all', 9)
