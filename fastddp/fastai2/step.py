@@ -16,15 +16,13 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
-from .batch import global_items
+from .batch import FitLossCall, global_items
 from .events import _FIRST, OurCallback, runs_user_code
 from .global_loss import GlobalLoss
-from .loss_call import LossCall
 from .together import BATCH_EVENTS
 from ..output.replay import print_line
 from ..shard.gradients import FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params
-from ..shard.loss import loss_name
-from ..shard.losses import averaged, check_terms
+from ..shard.losses import check_terms
 from ..shard.sharded import CantShard
 
 # %% ../../nbs/fastai2/714_step.ipynb #61ae95f6
@@ -55,12 +53,12 @@ class Batch:
     lacks_loss = False  # True: a pass began before `learn.loss` was computed, on some rank
     has_pred = False    # True from the end of its forward pass on
     has_stepped = False # True from the end of the step on, also of one that was skipped
-    def __init__(self, learn, losses, together, in_pass): # As of `LossCall`
+    def __init__(self, learn, losses, together, in_pass): # As of `FitLossCall`
         accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
         self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.call = LossCall(learn, losses, together, in_pass)
+        self.call = FitLossCall(learn, losses, together, in_pass)
         self.loss = GlobalLoss(learn, self.call)
 
 # %% ../../nbs/fastai2/714_step.ipynb #c408e399
@@ -225,7 +223,7 @@ class StepSync(OurCallback):
             if batch.loss.is_local():
                 batch.loss.combine(self.together.vote('share_loss', **batch.loss.numbers(loss)))
                 batch.lacks_loss = False
-            self._check_further_pass()
+            batch.call.check_further_pass()
         batch.call.was_called = False
         return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
@@ -292,14 +290,6 @@ class StepSync(OurCallback):
         if node is None: return
         cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
         check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
-    def _check_further_pass(self):
-        "Tell the user of a loss that a callback computes by itself, of this rank's items"
-        f = self.batch.call.user_func()
-        if not self.losses.is_whole(f) or self.batch.call.was_called: return
-        name = loss_name(f)
-        self.losses.print_once(f"A callback calls {name} for a further backward pass: there it "
-                               f"{averaged()}. A loss module (nn.Module) is computed over all "
-                               "items there, too.", ('further',name))
     def _note_left_step(self):
         """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
         their backward pass, and may count the items that it sees"""
