@@ -127,7 +127,7 @@ class GlobalLoss(LossCall):
     def is_shared(self): return group.world_size() > 1
     def replace_forward(self):
         if self.is_shared(): super().replace_forward()
-    def part(self, out, *yb): return Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
+    def part_of(self, out, *yb): return Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
     def meet(self, **sizes):
         rows = self.ranks.meet(*Sizes(**sizes))
         return [Sizes(*row[:len(Sizes._fields)]) for row in rows]   # zeros come after them
@@ -140,7 +140,7 @@ class GlobalLoss(LossCall):
         self.replace_forward()
         check_terms(self.losses, loss, out, self.learn.model.named_parameters)
         count = self.step.counts[0] if self.n_items is None else self.n_items
-        part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f), to_number=True)
+        part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f))
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
         weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)

@@ -7,9 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/706_batch.ipynb #4e39d10d
 from fastai.torch_core import find_bs
-from fastcore.basics import store_attr
 
-from ..shard.loss_call import LossCall
 from ..shard.sharded import Step
 from ..shard.trees import is_list_of_items
 from ..shard.whole import Part
@@ -39,16 +37,3 @@ def global_items(learn):
 def part_of(learn, pred, *yb, **kwargs): # Predictions and targets, and what `Part` takes beside
     "Return this rank's `Part` of the current training batch"
     return Part(pred, yb, step_of(learn), learn.xb, **kwargs)
-
-# %% ../../nbs/fastai2/706_batch.ipynb #bce5c3db
-class FitLossCall(LossCall):
-    "The `LossCall` of a training batch or a validation of fastai 2"
-    def __init__(self, learn, losses,
-        together, # The `Together` of the fit
-        in_pass=lambda: True # As of `Part`
-    ): store_attr()
-    @property
-    def training(self): return self.learn.training
-    def is_shared(self): return not self.together.is_alone
-    def part(self, *args): return part_of(self.learn, *args, in_pass=self.in_pass)
-    def meet(self, **sizes): return self.together.vote('gather', **sizes)

@@ -16,7 +16,7 @@ from fastcore.basics import store_attr
 from ..base import group
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
-from .batch import FitLossCall, global_items
+from .batch import global_items
 from .events import _FIRST, OurCallback, runs_user_code
 from .global_loss import GlobalLoss
 from .together import BATCH_EVENTS
@@ -53,13 +53,12 @@ class Batch:
     lacks_loss = False  # True: a pass began before `learn.loss` was computed, on some rank
     has_pred = False    # True from the end of its forward pass on
     has_stepped = False # True from the end of the step on, also of one that was skipped
-    def __init__(self, learn, losses, together, in_pass): # As of `FitLossCall`
+    def __init__(self, learn, losses, together, in_pass): # As of `GlobalLoss`
         accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
         self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.call = FitLossCall(learn, losses, together, in_pass)
-        self.loss = GlobalLoss(learn, self.call)
+        self.loss = GlobalLoss(learn, losses, together, in_pass)
 
 # %% ../../nbs/fastai2/714_step.ipynb #c408e399
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
@@ -68,7 +67,7 @@ class Batch:
 # its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
 # brackets, so it is the same on all ranks.
 #
-#    1 vote('gather')        LossCall              in each call of a loss function that is whole
+#    1 vote('gather')        GlobalLoss            in each call of a loss function that is whole
 #    2   all_gather_tensors  Losses.of_batch       if their tensors fit together (1); then
 #        vote('gather')                            whether the call raised an error on some rank
 #    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
@@ -169,23 +168,23 @@ class StepSync(OurCallback):
         "End the batch, also one that was left by an exception"
         self.passes.close()
         self.overlapped.set_in_forward(False)
-        if self.batch is not None: self.batch.call.restore()
+        if self.batch is not None: self.batch.loss.restore()
     def enter_event(self):
         "In an event the learner has the user's loss function"
         if self.batch is None: return
-        self.batch.call.restore()
+        self.batch.loss.restore()
         in_batch = self.passes.n_passes is not None and self.learn.training
-        if in_batch: self.batch.call.replace_forward()
+        if in_batch: self.batch.loss.replace_forward()
     def leave_event(self, event_name):
         "Until the next event the learner's own code runs: calls of its loss function are ours"
         if self.batch is None: return
-        self.batch.call.restore()
-        if event_name in _IN_BATCH: self.batch.call.replace()
+        self.batch.loss.restore()
+        if event_name in _IN_BATCH: self.batch.loss.replace()
     def before_batch(self):
         self._new_batch()
         self.passes.open()
         self.overlapped.set_in_forward(True)
-        self.batch.call.replace_forward()       # for the callbacks that come later
+        self.batch.loss.replace_forward()       # for the callbacks that come later
     def after_pred(self):
         self.batch.has_pred = True
         self.overlapped.set_in_forward(False)
@@ -223,8 +222,8 @@ class StepSync(OurCallback):
             if batch.loss.is_local():
                 batch.loss.combine(self.together.vote('share_loss', **batch.loss.numbers(loss)))
                 batch.lacks_loss = False
-            batch.call.check_further_pass()
-        batch.call.was_called = False
+            batch.loss.check_further_pass()
+        batch.loss.was_called = False
         return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
         "Vote before the first pass, that of `loss`; return how the batch averages gradients"

@@ -179,9 +179,7 @@ def loss_part(loss_func, # The learner's
               n_fed,     # Number of items that its model was fed, with those that pad them
               # 'mean' or 'sum': treat the loss as one over items. None: as the known `loss_func`
               reduction=None,
-              # Make a number of a divisor that is a tensor. None: only on the CPU, where that needs
-              # no wait
-              to_number=None
+              to_number=True # Make a number of a divisor that is a tensor: the host waits for a GPU
 ):
     "Return this rank's `LossPart` of a training batch"
     # A rank with 1 item is fed it twice, so half of what it is fed counts; one without
@@ -192,5 +190,4 @@ def loss_part(loss_func, # The learner's
     if reduction: return LossPart(float(count), False)
     divisor = loss_divisor(loss_func, yb, share)
     if not isinstance(divisor, torch.Tensor): return LossPart(divisor, False)
-    if to_number is None: to_number = divisor.device.type == 'cpu'
     return LossPart(divisor.item() if to_number else divisor, False)

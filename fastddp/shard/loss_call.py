@@ -21,7 +21,7 @@ class LossCall:
 
         training        True if the learner trains
         is_shared()     False if this rank alone makes a call now
-        part(*args)     this rank's `Part`, of the predictions and targets of a call
+        part_of(*args)  this rank's `Part`, of the predictions and targets of a call
         meet(**sizes)   a collective operation: returns the `Sizes` of all ranks"""
     f = None            # the loss function in whose place it stands, or None
     module = None       # the loss module whose `forward` this replaces in an event
@@ -68,7 +68,7 @@ class LossCall:
                     and self.losses.is_whole(f))
         def call(state):
             if not is_whole: return f(*args, **kwargs)
-            part = self.part(*args)
+            part = self.part_of(*args)
             loss,of_all = self.losses.of_batch(f, part, self.meet, state)
             if of_all: self.n_items = part.count
             return loss
