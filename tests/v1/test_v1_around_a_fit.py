@@ -76,7 +76,7 @@ class Trial(LearnerCallback):
 
 
 @pytest.mark.parametrize('event', ['batch', 'epoch'])
-@pytest.mark.parametrize('bs, at, options', [(4, 2, dict(nprocs=2)), (8, 0, dict(launcher=InProcess()))])
+@pytest.mark.parametrize('bs, at, options', [(4, 2, dict(nprocs=2)), (8, 2, dict(launcher=InProcess()))])
 def test_an_exception_of_all_ranks_leaves_what_one_process_has(event, bs, at, options):
     two, one = plain(bs), plain(8)
     cbs = Trial(two, event, at), Trial(one, event, at)
