@@ -89,9 +89,8 @@ class ClassWeights(NamedTuple):
     ignore_index:int            # the target that doesn't count
 
 def class_weights(loss_func):
-    "Return the `ClassWeights` of a cross entropy, or None for a loss that isn't a weighted mean"
+    "Return the `ClassWeights` of a cross entropy, or None for a known loss of another kind"
     f,kw = unwrapped(loss_func)
-    if not _has_known_reduction(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
         return ClassWeights(f.weight, f.ignore_index)
     if f in (F.cross_entropy, F.nll_loss):
@@ -101,7 +100,6 @@ def class_weights(loss_func):
 def is_sum_loss(loss_func):
     "Return True if a known loss is a sum over items instead of a mean"
     f,kw = unwrapped(_without_mixup(loss_func))
-    if not _has_known_reduction(f, kw): return False
     return kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
 
 # %% ../../nbs/shard/304_loss.ipynb #be78a4ad
