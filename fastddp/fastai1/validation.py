@@ -105,9 +105,10 @@ _IN_VALIDATION = 'on_batch_begin','on_loss_begin','on_batch_end'
 def reads_validation(cb):
     """Return True if a callback, not one of fastai's, reads batches of a validation, or what the
     model makes of them. A wrong True costs only time"""
-    own = [k for k in _IN_VALIDATION
-           if not getattr(type(cb), k).__module__.startswith(('fastai.','fastddp.'))]
-    found = instructions_of(type(cb), own, in_validation)
+    def is_users(k):
+        module = getattr(getattr(type(cb), k, None), '__module__', None)
+        return not (module or 'fastai.').startswith(('fastai.','fastddp.'))
+    found = instructions_of(type(cb), filter(is_users, _IN_VALIDATION), in_validation)
     return any(o.opname.startswith('LOAD') and o.argval in _READ for o in found)
 
 _ALL_READ = ("{} reads the batches of a validation, so every worker validates all of them. "

@@ -26,10 +26,12 @@ def in_validation(code):
         i = todo.pop()
         if i in seen or i >= len(instructions): continue
         seen.add(i)
-        o,before = instructions[i],instructions[i-1] if i else None
+        o = instructions[i]
+        # what a jump asks for; Python 3.13 has an instruction in between
+        before = instructions[i-1-(instructions[i-1].opname == 'TO_BOOL')]
         if o.opname.startswith(('RETURN','RAISE','RERAISE')): continue
         jumps = 'JUMP' in o.opname or o.opname == 'FOR_ITER'
-        asks_training = jumps and before and before.argval in _ASKS_TRAINING
+        asks_training = jumps and before.argval in _ASKS_TRAINING
         if jumps and o.argval in at and not (asks_training and 'IF_TRUE' in o.opname):
             todo.append(at[o.argval])
         is_always = jumps and 'IF' not in o.opname and o.opname != 'FOR_ITER'
