@@ -30,6 +30,7 @@ from ..output.replay import print_line
 from ..shard.losses import Losses, check_terms
 from ..shard.gradients import FLAT, Passes, extra_params
 from ..shard.loss import loss_part
+from ..shard.loss_call import LossCall
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
@@ -38,7 +39,7 @@ from ..shard.whole import Part, Sizes
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
 # The `_order` of our callbacks: at each event v1 calls the smallest first. Its own have -20 to 999
 NOTE_PROGRESS = -2_000_000      # `jobs.NoteProgress`
-END_FIT = -1_000_001            # before other callbacks load or validate at the end of the fit
+BOUNDS = -1_000_001             # before other callbacks act in a batch, or load at the end
 SYNC_MODEL = -1_000_000         # before other callbacks save or read the model
 SHARD_LOADERS = 1_000_000       # after other callbacks replace a loader, or loop over one
 AGREE = 1_000_001               # after other callbacks ask to skip or to stop
@@ -99,50 +100,47 @@ def as_rank(ranks,  # `Ranks`
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #8358c406
 class _ReplaceValue(torch.autograd.Function):
-    "A scalar `value`, with `scale` times the gradient of `loss`"
+    "A scalar `value`, with the gradient of `loss`"
     @staticmethod
-    def forward(ctx, loss, value, scale):
-        ctx.scale = scale
-        return loss.new_tensor(value)
+    def forward(ctx, loss, value): return loss.new_tensor(value)
     @staticmethod
-    def backward(ctx, grad): return grad*ctx.scale, None, None
+    def backward(ctx, grad): return grad, None
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
-class GlobalLoss:
-    """A loss function that returns the loss of the global batch, on a rank that has a shard of it.
-    It replaces `loss_func` during one training batch, and all ranks call it once in that batch"""
-    def __init__(self,
-                 loss_func, # The learner's
+class GlobalLoss(LossCall):
+    """The loss of the global batch, on a rank that has a shard of it. Each training batch has one.
+    All ranks call its `combined` once in the batch, in the place of the loss function. In events a
+    loss module that is whole is computed over all items, too"""
+    training = True
+    xb = ()     # inputs, as the model is fed them, once it is
+    def __init__(self, learn,
+                 losses,    # `Losses` of the fit
                  ranks,     # `Ranks`
                  # This rank's `Step`: what it was fed, which of that counts, and the positions of
                  # these items in the epoch of one process
                  step,
-                 losses,    # `Losses` of the fit
-                 xb=(),     # Inputs, as the model is fed them
-                 named_parameters=lambda: (), # The model's
                  in_pass=lambda: True # As of `Part`
     ):
         store_attr()
-        self.scale = 1.     # Factor on this rank's gradients, known after the call
-        self.count = len(step.positions)    # this rank's items that count
-    def _meet(self, **sizes):
-        "Return the `Sizes` of all ranks. A meeting"
+        own,total = step.counts
+        self.scale = group.world_size()*own/total   # Factor on this rank's gradients
+    def is_shared(self): return group.world_size() > 1
+    def replace_forward(self):
+        if self.is_shared(): super().replace_forward()
+    def part_of(self, out, *yb): return Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
+    def meet(self, **sizes):
         rows = self.ranks.meet(*Sizes(**sizes))
         return [Sizes(*row[:len(Sizes._fields)]) for row in rows]   # zeros come after them
-    def _loss(self, out, yb, state):
-        """Return the loss over the items of all ranks, or over this rank's if the function isn't
-        whole, which it is on all ranks or on none. A collective operation if it is"""
-        f = self.loss_func
-        if group.world_size() == 1 or not self.losses.is_whole(f): return f(out, *yb)
-        part = Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
-        loss,of_all = self.losses.of_batch(f, part, self._meet, state)
-        if of_all: self.count = part.count      # fewer if a callback left items out
-        return loss
-    def __call__(self, out, *yb):
-        loss = self.losses.watched(self.loss_func, True, lambda state: self._loss(out, yb, state))
-        check_terms(self.losses, loss, out, self.named_parameters)
-        part = loss_part(self.loss_func, yb, self.count, self.step.n_fed,
-                         self.losses.reduction(self.loss_func), to_number=True)
+    def combined(self, f, out, *yb): # The learner's loss function, and its arguments
+        """Return the loss of the global batch; `scaled` knows the scale of its gradient then. A
+        meeting, after others and a collective operation if the loss is whole"""
+        self.restore()
+        self.n_items = None
+        loss = self.loss(f, (out,*yb), {})
+        self.replace_forward()
+        check_terms(self.losses, loss, out, self.learn.model.named_parameters)
+        count = self.step.counts[0] if self.n_items is None else self.n_items
+        part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f))
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
         weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
@@ -152,7 +150,12 @@ class GlobalLoss:
         self.scale = part.scale(total, group.world_size())
         preds = [t.sum() for t in tensors_in(out) if t.requires_grad]
         if preds and not part.divisor: loss = sum(preds)*0.
-        return _ReplaceValue.apply(loss, value, self.scale)
+        return _ReplaceValue.apply(loss, value)
+    def scaled(self, loss):
+        "Return the loss to run backward in place of `loss`, with what callbacks have added to it"
+        self.check_further_pass()
+        self.was_called = False
+        return loss if self.scale == 1. else loss*self.scale
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327759
 def trained_beside(learn):
@@ -161,40 +164,44 @@ def trained_beside(learn):
     return extra_params(learn.model, learn.loss_func, groups)
 
 class TrainingBatches:
-    """Replaces `basic_train.loss_batch` during a fit. From a training batch of the learner until
-    `passes.close()`, its backward passes leave the gradients of the global batch"""
+    """The training batches of a fit. From `begin()` to `close()`, backward passes leave the
+    gradients of the global batch; `loss_batch` replaces that of `basic_train`"""
     def __init__(self, learn, ranks, losses): # As of `GlobalLoss`
         store_attr()
         self.fastai_loss_batch = basic_train.loss_batch
-        self.global_loss = None     # That of the latest training batch
+        self.global_loss = None     # that of the latest training batch
         self.passes = Passes(self.parameters, self.begin_pass, self.checksums)
+    def begin(self):
+        "Begin a training batch, before callbacks act"
+        self.close()
+        self.global_loss = GlobalLoss(self.learn, self.losses, self.ranks,
+                                      step_of(self.learn.data.train_dl),
+                                      lambda: self.passes.is_running)
+        self.global_loss.replace_forward()
+        self.passes.open()
+    def close(self):
+        "End the batch: passes and losses are this rank's own. May be called twice"
+        self.passes.close()
+        if self.global_loss: self.global_loss.restore()
 
     def loss_batch(self, model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         "Do as `basic_train.loss_batch`. Validation calls it, too, without `opt`"
         if opt is not None and loss_func and model is self.learn.model:
-            step = step_of(self.learn.data.train_dl)
-            self.global_loss = GlobalLoss(loss_func, self.ranks, step, self.losses,
-                                          xb if is_listy(xb) else [xb], model.named_parameters,
-                                          lambda: self.passes.is_running)
-            loss_func = self.global_loss
-            self.passes.open()
+            self.global_loss.xb = xb if is_listy(xb) else [xb]
+            loss_func = partial(self.global_loss.combined, loss_func)
         return self.fastai_loss_batch(model, xb, yb, loss_func, opt, cb_handler)
 
     # `Passes` calls these in each pass, on all ranks: if a callback skips a pass on one rank,
     # `Agree` has all ranks skip it
     def parameters(self): return [*self.learn.model.parameters(), *trained_beside(self.learn)]
-    def begin_pass(self, loss, is_first):
-        # The first pass of a batch is that of the `GlobalLoss`, which has scaled it already
-        scale = self.global_loss.scale
-        if not is_first and scale != 1.: loss = loss*scale
-        return loss, FLAT
+    def begin_pass(self, loss, is_first): return self.global_loss.scaled(loss), FLAT
     def checksums(self, checksum):
         "Return the `checksum` of each rank. A meeting"
         return [row[0] for row in self.ranks.meet(checksum)]
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #81cf85d6
 class ShardLoaders(Callback):
-    """Shards the loaders of `learn.data` when a fit begins; `EndFit` puts them back. The fit's own
+    """Shards the loaders of `learn.data` when a fit begins; `Bounds` puts them back. The fit's own
     loop gets this rank's shard; a callback's loop over a loader gets all of it (`shard.sharded`)"""
     _order = SHARD_LOADERS
     def __init__(self, learn,
@@ -253,17 +260,20 @@ class SyncModel(Callback):
             if group.rank(): opt.load_state_dict(state)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #a4d18e7b
-class EndFit(Callback):
-    """Ends the last training batch and puts back the loaders, before other callbacks load, save or
-    validate in their `on_train_end`. After a failure, too"""
-    _order = END_FIT
-    def __init__(self, learn, ranks, passes): store_attr()
+class Bounds(Callback):
+    """Begins training batches before other callbacks act. Ends the fit and puts back the loaders
+    before others load, save or validate in their `on_train_end`. After a failure, too"""
+    _order = BOUNDS
+    def __init__(self, learn, ranks, batches): store_attr()
+    def on_batch_begin(self, train, **kwargs):
+        if train: self.batches.begin()
+    def on_epoch_end(self, **kwargs): self.batches.close()
     def on_train_end(self, **kwargs):
         # If a `KeyboardInterrupt` stops this rank alone, it meets the others before other callbacks
         # act. v1 passes on only an `Exception` that ended the fit, and this is none. After another
         # failure no one meets: the other ranks are stopped from outside
         if isinstance(sys.exc_info()[1], KeyboardInterrupt): self.ranks.leave()
-        self.passes.close()
+        self.batches.close()
         _put_back_loaders(self.learn.data)
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #aa441b28
@@ -348,7 +358,7 @@ def distributed_v1(learn,
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)
     def before_validation():
-        batches.passes.close()      # backward passes of a validation are this rank's own
+        batches.close()             # backward passes of a validation are this rank's own
         sync.sync()
     # Made before `basic_train.validate` is replaced, since it calls fastai's own
     validate = Validation(ranks, common, losses, before=before_validation)
@@ -357,5 +367,5 @@ def distributed_v1(learn,
     in_place = _in_place(learn, ranks, batches, validate, sync_bn and on_gpu, batch)
     with as_rank(ranks, common), in_place:
         yield [*cbs_of_rank(callbacks), *counting, ShardLoaders(learn, common, batch),
-               sync, EndFit(learn, ranks, batches.passes), Agree(ranks)]
+               sync, Bounds(learn, ranks, batches), Agree(ranks)]
         ranks.all_reduce()      # a rank that stops by itself meets the others here at last

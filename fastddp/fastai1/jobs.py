@@ -6,6 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #9a050004
+from contextlib import suppress
+
 from fastai import basic_train
 from fastai.callback import Callback
 from fastcore.basics import noop, store_attr
@@ -63,7 +65,8 @@ class _KeepState(Callback):
 #         each epoch    (of a fit)                 put 'epoch': the notebook applies the latest
 #                                                  one if a rank fails
 #     the result                                   put 'state', or after an interrupt of a fit
-#                                                  'cut', a state from within an epoch
+#                                                  'cut', a state from within an epoch; after an
+#                                                  exception 'raised'
 #
 # What ranks do together is in `callbacks` and `validation`. `put` is no collective.
 
@@ -88,7 +91,11 @@ def fit_job(ctx, obj):
             basic_train.fit(obj['epochs'], learn, callbacks=[*cbs, *ours],
                             metrics=obj['metrics'])
     # `noop`: `as_rank` in `distributed_v1` has stopped the other ranks already
-    interrupted = until_interrupted(ctx, fit, noop)
+    try: interrupted = until_interrupted(ctx, fit, noop)
+    except (Exception,SystemExit):
+        # used if all ranks raise the same: then the learner is as in one process
+        with suppress(Exception): put('raised')
+        raise
     # An interrupt may come between two passes of a batch, when gradients are a part of the batch's
     if interrupted: put('cut', grads='none')
     else: put('state')

@@ -59,6 +59,14 @@ def distrib(self:Learner,
     options = OPTIONS.pop_from(self, name, args, kwargs)
     with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
 
+# %% ../../nbs/fastai1/808_learner.ipynb #de2e12b0
+@patch
+def distrib_stop(self:Learner):
+    """Stop the call of this learner that runs on workers, as the stop button does: after the batch
+    at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
+    False if no call runs."""
+    return False    # a block overrides it in its learner: `Session.overrides`
+
 # %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
 _AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is
 unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of

@@ -95,7 +95,8 @@ class Session(BaseSession):
         return outcome.results[0][0]
     def overrides(self):
         "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
-        return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
+        methods = {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
+        return methods | dict(distrib_stop=self.stop)
     def _on_workers(self, name):
         "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
         method = getattr(type(self.learn), name)

@@ -13,6 +13,7 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import (
     old_numpy, own_loader, pickle_preloaders, set_text_order, text_order, torch_dl)
+from ..launch.callback_code import sent_with_less
 from ..launch.training import is_ours, keep_weights, new_tensors, warn_of_lost
 from ..payload.changes import LEFT_OUT, Kept, Notes, apply as apply_changes
 from ..payload.kinds import per_class
@@ -26,7 +27,7 @@ from ..shard.sharded import Sharded, original
 # What a block sets on the learner; progress; the device; caches of a forward pass; and what differs
 # while the batches of a loader are those of all ranks (`loaders.global_batches`)
 _STAYS = {
-    'fastai.basic_train.Learner': 'fit validate get_preds distrib_session',
+    'fastai.basic_train.Learner': 'fit validate get_preds distrib_stop distrib_session',
     'fastai.callback.Callback': 'pbar',
     'fastai.callbacks.rnn.RNNTrainer': 'raw_out out',
     'fastai.basic_data.DataBunch': 'device',
@@ -87,12 +88,14 @@ def snapshot(learn,
     `dump_snapshot` adds 'rng'. Raises `NotPicklable`, which names the object"""
     pickle_preloaders()
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), **call)
-    places = Places(root_of(obj), left_out).walk()
-    without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
-    without_block = without_attrs(learn, *left_out(type(learn)))
-    payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
-                            without_block, *without_bars, columns=columns)
-    return payload, places
+    def send():
+        places = Places(root_of(obj), left_out).walk()
+        without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+        without_block = without_attrs(learn, *left_out(type(learn)))
+        payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
+                                without_block, *without_bars, columns=columns)
+        return payload, places
+    return sent_with_less(learn, callbacks, send)
 
 # %% ../../nbs/fastai1/801_snapshot.ipynb #0b64ab26
 def place(learn, device):
@@ -113,7 +116,7 @@ def unpack(obj,   # The dict of a `snapshot`, loaded on a rank
     return obj['learn']
 
 # %% ../../nbs/fastai1/801_snapshot.ipynb #1db7e88d
-def _of_user(v, holder=None):
+def _of_user(v, holder):
     "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
     if isinstance(v, DeviceDataLoader): return own_loader(v)
     if isinstance(v, Sharded): return original(v)

@@ -18,6 +18,7 @@ from fastcore.basics import noop, store_attr
 from ..base import group
 from ..base.scoped import set_entries, with_attrs
 from .loaders import is_lm, own_loader, shard, torch_dl
+from ..launch.callback_code import in_validation, instructions_of
 from ..shard.sharded import original
 from ..shard.torch_loader import torch_bs, why_not_torch
 from ..shard.trees import on_cpu, turns_of_ranks
@@ -98,17 +99,20 @@ def has_state_of(model, bs):
     return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
 
 # %% ../../nbs/fastai1/802_validation.ipynb #7be10c41
-def adds_metrics(cb):
-    """True if a callback of the user's looks at batches, and its code for the end of an epoch names
-    `add_metrics` or 'last_metrics'. A wrong True costs only time"""
-    code = getattr(type(cb).on_epoch_end, '__code__', None)
-    if type(cb).__module__.startswith('fastai.') or not events_of(cb) or code is None: return False
-    names = [*code.co_names, *code.co_consts, *(o for c in code.co_consts
-                                                if isinstance(c, tuple) for o in c)]
-    return 'add_metrics' in names or 'last_metrics' in names
+_READ = {'last_input','last_output','last_target','last_loss'}
+_IN_VALIDATION = 'on_batch_begin','on_loss_begin','on_batch_end'
 
-_ADDS_METRICS = ("{} adds metrics of its own, so every worker validates all batches: it sees them "
-                 "as in one process.")
+def reads_validation(cb):
+    """Return True if a callback, not one of fastai's, reads batches of a validation, or what the
+    model makes of them. A wrong True costs only time"""
+    def is_users(k):
+        module = getattr(getattr(type(cb), k, None), '__module__', None)
+        return not (module or 'fastai.').startswith(('fastai.','fastddp.'))
+    found = instructions_of(type(cb), filter(is_users, _IN_VALIDATION), in_validation)
+    return any(o.opname.startswith('LOAD') and o.argval in _READ for o in found)
+
+_ALL_READ = ("{} reads the batches of a validation, so every worker validates all of them. "
+             "Faster: return first if `train` is False, or make it a metric.")
 
 # %% ../../nbs/fastai1/802_validation.ipynb #1a70db92
 class Validation:
@@ -130,11 +134,10 @@ class Validation:
         whole = original(torch_dl(dl))
         if why_not_torch(whole) or is_lm(dl): return True
         bs = torch_bs(whole)
-        adding = [cb for cb in callbacks if adds_metrics(cb)]
-        for cb in adding:
-            self.losses.print_once(_ADDS_METRICS.format(type(cb).__name__), type(cb).__name__)
+        reading = [type(cb).__name__ for cb in callbacks if reads_validation(cb)]
+        for name in reading: self.losses.print_once(_ALL_READ.format(name), name)
         # A state may have other rows on another rank, and some callbacks are rank 0's only
-        depend = (bool(adding) or bool(bs) and has_state_of(model, bs)
+        depend = (bool(reading) or bool(bs) and has_state_of(model, bs)
                   or bool(loss_func) and self.losses.validates_all(loss_func))
         return self.ranks.all_reduce(depend)[0] > 0
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None,

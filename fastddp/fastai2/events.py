@@ -6,10 +6,10 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/703_events.ipynb #c4718e2d
-import dis, inspect
-
 from fastai.callback.core import Callback, _inner_loop
 from fastcore.basics import getcallable, noop
+
+from ..launch.callback_code import READS_ATTR, in_validation, instructions_of
 
 # %% ../../nbs/fastai2/703_events.ipynb #73fa6abe
 _FIRST = -1_000_000     # the order of a callback that comes before the user's
@@ -43,35 +43,10 @@ def runs_user_code(cb, event_name):
 _OF_BATCH = {'pred','y','yb','xb','loss','iter'}
 _IN_VALIDATION = 'before_batch','after_pred','after_loss','after_batch'
 
-def _names_in_validation(code):
-    "Return the names that code reads or calls, without what `if self.training` leaves out"
-    instructions = [*dis.get_instructions(code)]
-    at = {o.offset:i for i,o in enumerate(instructions)}
-    names,seen,todo = set(),set(),[0]
-    while todo:
-        i = todo.pop()
-        if i in seen or i >= len(instructions): continue
-        seen.add(i)
-        o,before = instructions[i],instructions[i-1] if i else None
-        if o.opname in ('LOAD_ATTR','LOAD_METHOD'): names.add(o.argval)
-        if o.opname.startswith(('RETURN','RAISE','RERAISE')): continue
-        jumps = 'JUMP' in o.opname or o.opname == 'FOR_ITER'
-        asks_training = jumps and before and before.argval == 'training'
-        if jumps and o.argval in at and not (asks_training and 'IF_TRUE' in o.opname):
-            todo.append(at[o.argval])
-        is_always = jumps and 'IF' not in o.opname and o.opname != 'FOR_ITER'
-        if not is_always and not (asks_training and 'IF_FALSE' in o.opname): todo.append(i+1)
-    return names
-
 def reads_validation(cb):
     """Return True if a callback, not one of fastai's, reads predictions, targets or losses of the
     batches of a validation"""
     if not (cb.run and cb.run_valid): return False
-    names,todo = set(),[k for k in _IN_VALIDATION if runs_user_code(cb, k)]
-    while todo:
-        f = getattr(type(cb), todo.pop(), None)
-        code = getattr(inspect.unwrap(f), '__code__', None) if callable(f) else None
-        new = _names_in_validation(code)-names if code else set()
-        names |= new
-        todo += new
-    return bool(names & _OF_BATCH)
+    events = [k for k in _IN_VALIDATION if runs_user_code(cb, k)]
+    found = instructions_of(type(cb), events, in_validation)
+    return any(o.opname in READS_ATTR and o.argval in _OF_BATCH for o in found)

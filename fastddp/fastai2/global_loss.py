@@ -11,22 +11,26 @@ from fastcore.basics import store_attr
 
 from ..base import group
 from ..base.device import device_of, is_accelerator
-from .batch import step_of
+from .batch import part_of, step_of
 from .together import Votes
 from ..shard.gradients import graph_of, leaves_of, zero_loss
 from ..shard.loss import class_weights, loss_part
+from ..shard.loss_call import LossCall
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/710_global_loss.ipynb #39effbd0
-class GlobalLoss:
-    """The loss of one training batch: that of the items of all ranks. `StepSync` calls
+class GlobalLoss(LossCall):
+    """The loss of one training batch: that of the items of all ranks. Where the loss function is
+    whole, calls of it are calls of this (`LossCall`). `StepSync` calls
 
         numbers   before a vote: what this rank's loss adds to that of all ranks. On an accelerator
                   that is nothing: the loss is there, and the host would have to wait for it
         combine   after it: `learn.loss` becomes the loss of the global batch
         scaled    before each backward pass: the loss to run. The mean over ranks of its gradients
                   is the gradient of the global batch"""
-    def __init__(self, learn, call): # The batch's `LossCall`
+    def __init__(self, learn, losses, together,
+        in_pass=lambda: True # As of `Part`
+    ):
         store_attr()
         self.device = device_of(learn.model)
         # losses are summed on an accelerator, where the host doesn't wait for them
@@ -38,6 +42,14 @@ class GlobalLoss:
         # set by `combine`
         self.scale = 1.         # the factor on this rank's loss
         self.value = None       # the loss of the global batch, which `learn.loss` was set to
+    # In a call of the loss function, as of `LossCall`
+    @property
+    def training(self): return self.learn.training
+    def is_shared(self): return not self.together.is_alone
+    def part_of(self, *args): return part_of(self.learn, *args, in_pass=self.in_pass)
+    def meet(self, **sizes): return self.together.vote('gather', **sizes)
+
+    # Around a vote, and in a backward pass
     def is_computed(self):
         "Return True if `learn.loss` is that of this batch"
         loss = vars(self.learn).get('loss')
@@ -52,7 +64,7 @@ class GlobalLoss:
         "Return the numbers of this rank's loss that a vote sums: none if the device does"
         if self.part is None:
             own,_ = step_of(self.learn).counts
-            self.part = self._find_part(own if self.call.n_items is None else self.call.n_items)
+            self.part = self._find_part(own if self.n_items is None else self.n_items)
         if self.is_computed(): loss = self.learn.loss
         # fastai's kinds of tensors make each operation slower
         loss = loss.detach().as_subclass(torch.Tensor)
@@ -61,9 +73,9 @@ class GlobalLoss:
         return {} if self.sums_on_device else dict(divisor=self.part.divisor, loss=self.weighted)
     def _find_part(self, n_items): # That count of this rank's
         "Return this rank's `LossPart`"
-        f = self.call.user_func()
+        f = self.user_func()
         return loss_part(f, self.learn.yb, n_items, step_of(self.learn).n_fed,
-                         self.call.losses.reduction(f), to_number=not self.sums_on_device)
+                         self.losses.reduction(f), to_number=not self.sums_on_device)
 
     def combine(self, result): # The `Votes` with the `numbers` of all ranks
         """Set this rank's `scale`, and `learn.loss` to the loss of the global batch. A collective
@@ -106,5 +118,5 @@ class GlobalLoss:
             if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
         return torch.where(any_counts, loss, self.part.divisor)*self.scale
     def _has_class_weights(self):
-        weights = class_weights(self.call.user_func())
+        weights = class_weights(self.user_func())
         return weights is not None and weights.weight is not None

@@ -139,9 +139,7 @@ class FitCall(Call):
             self.has_resume_point = True
         Call.on_success(self, out)
     def on_failure(self, e, is_last):
-        # all ranks have left the fit at the same event, as one process would
-        if is_last and e.raised: e.state,e.cut = e.raised,True
-        # else rank 0 has stopped in an epoch and sent that, but another rank didn't stop
+        # all ranks have raised the same, or rank 0 has stopped in an epoch, and another one hasn't
         if e.cut: self.save(e.epoch)
         Call.on_failure(self, e, is_last)
         cb = _failed_callback(self.learn, e)

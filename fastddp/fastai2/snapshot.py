@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
-import dis, inspect, pickle
+import pickle
 from contextlib import ExitStack, contextmanager
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -24,12 +24,13 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
+from ..launch.callback_code import sent_with_less, without_remade
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
 from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
 from ..payload.kinds import attributes, per_class
-from ..payload.pickling import deep_copy, dump, load, private_copy, without_frames
+from ..payload.pickling import deep_copy, dump, load, private_copy
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
@@ -170,44 +171,6 @@ def _named_parts(learn, cbs):
     return classes | parts | dict(learn=learn) | hooks
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #ea29996a
-@per_class
-def _assigned(cls):
-    """Return the names of the attributes that `before_fit` or `setup` of a class of callbacks
-    assigns, or a method that these call: they are made anew in each fit"""
-    names,done,todo = set(),set(),['before_fit','setup']
-    while todo:
-        k = todo.pop()
-        code = getattr(inspect.unwrap(getattr(cls, k, None)), '__code__', None)
-        if k in done or code is None: continue
-        done.add(k)
-        for o in dis.get_instructions(code):
-            if o.opname == 'STORE_ATTR': names.add(o.argval)
-            elif o.opname in ('LOAD_METHOD','LOAD_ATTR'): todo.append(o.argval)
-    return names
-
-# those that a fit of fastai sets, or the learner is made of
-_OF_FASTAI = {'dls','model','opt','loss_func','metrics','cbs','dl','xb','yb','pred','loss'}
-
-def _remade_in(o, cbs):
-    "Return the names of what callbacks make anew in a fit, of a callback or the learner"
-    if isinstance(o, Callback): return _assigned(type(o))
-    return {k for cb in cbs for k in _assigned(type(cb))}-_OF_FASTAI
-
-@contextmanager
-def _without_remade(learn, cbs):
-    """Inside, callbacks and learner lack what callbacks make anew in a fit and what can't be
-    pickled. Yields True if that is anything"""
-    def is_refused(v):
-        try: dump(v)
-        except Exception: return True
-        return False
-    cbs = all_cbs(learn, cbs)
-    found = [(o, [k for k in _remade_in(o, cbs) & vars(o).keys() if is_refused(vars(o)[k])])
-             for o in (*cbs, learn)]
-    with ExitStack() as undo:
-        for o,names in found: undo.enter_context(without_attrs(o, *names))
-        yield any(names for _,names in found)
-
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
@@ -221,7 +184,7 @@ def snapshot(
     """Return the learner as a `Payload` for `unpack`, and its `Places` for `apply`; `NotPicklable`
     names what can't be pickled."""
     made = _model_for_factory(learn, training) if model_factory else None
-    with _without_last_loop(learn, dl):
+    def send():
         with without_attrs(learn, 'dls', 'dl') if dls_factory else ExitStack():
             places = Places(root_of(learn, cbs, dl), left_out).walk()
         obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
@@ -232,10 +195,8 @@ def snapshot(
         try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
         except NotPicklable as e:
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
-            error = without_frames(e)
-    with _without_remade(learn, cbs) as is_less:
-        if not is_less: raise error
-        return snapshot(learn, cbs, call, model_factory, dls_factory, training, dl, **kwargs)
+            raise
+    with _without_last_loop(learn, dl): return sent_with_less(learn, all_cbs(learn, cbs), send)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5e6882db
 def _new_dls(factory):
@@ -349,10 +310,6 @@ def apply(learn,
     applied = apply_changes(meta, buffers, places, home if is_accelerator(home) else None)
     if not isinstance(learn.dls, DataLoaders) or learn.dls.loaders: learn._end_cleanup()
     CommonRNG(applied.extra['rng']).install()
-    for o in [*applied.lost]:
-        holder = places.objects.get(o.number)
-        if not isinstance(holder, (Callback,Learner)): continue
-        if o.name in _remade_in(holder, learn.cbs): applied.lost.remove(o)
     warn_of_lost(places, ROOT, applied)
     keep_weights(learn, places, applied)
 
@@ -436,7 +393,8 @@ class SavedGraph(NamedTuple):
             try: payload = dump(obj, data, blank=blank)
             except Exception:
                 settings.checks = True      # of own modules, each variable by itself
-                with _without_remade(learn, cbs): payload = dump(obj, data, blank=blank)
+                with without_remade(learn, all_cbs(learn, cbs)):
+                    payload = dump(obj, data, blank=blank)
             # the table can be read without the graph, which it takes to load that
             meta = pickle.dumps((payload.meta, places.table()))
         return cls((meta, payload.buffers), changes)

@@ -19,12 +19,10 @@ from ..base.scoped import with_attrs
 from .batch import global_items
 from .events import _FIRST, OurCallback, runs_user_code
 from .global_loss import GlobalLoss
-from .loss_call import LossCall
 from .together import BATCH_EVENTS
 from ..output.replay import print_line
 from ..shard.gradients import FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params
-from ..shard.loss import loss_name
-from ..shard.losses import averaged, check_terms
+from ..shard.losses import check_terms
 from ..shard.sharded import CantShard
 
 # %% ../../nbs/fastai2/714_step.ipynb #61ae95f6
@@ -55,13 +53,12 @@ class Batch:
     lacks_loss = False  # True: a pass began before `learn.loss` was computed, on some rank
     has_pred = False    # True from the end of its forward pass on
     has_stepped = False # True from the end of the step on, also of one that was skipped
-    def __init__(self, learn, losses, together, in_pass): # As of `LossCall`
+    def __init__(self, learn, losses, together, in_pass): # As of `GlobalLoss`
         accumulations = (cb for cb in learn.cbs if isinstance(cb, training.GradientAccumulation))
         self.accumulation = next(accumulations, None)   # None: there is none
         # items of all ranks that it has counted; it counts those of this batch in `before_step`
         self.n_counted = getattr(self.accumulation, 'count', 0)
-        self.call = LossCall(learn, losses, together, in_pass)
-        self.loss = GlobalLoss(learn, self.call)
+        self.loss = GlobalLoss(learn, losses, together, in_pass)
 
 # %% ../../nbs/fastai2/714_step.ipynb #c408e399
 # A training batch on N ranks: all its votes (`Together.vote`) and collective operations, in order.
@@ -70,7 +67,7 @@ class Batch:
 # its condition is true; that is made of what the ranks exchanged at the vote whose number stands in
 # brackets, so it is the same on all ranks.
 #
-#    1 vote('gather')        LossCall              in each call of a loss function that is whole
+#    1 vote('gather')        GlobalLoss            in each call of a loss function that is whole
 #    2   all_gather_tensors  Losses.of_batch       if their tensors fit together (1); then
 #        vote('gather')                            whether the call raised an error on some rank
 #    3 vote('begin_pass')    _meet                 before the first backward pass; in `after_batch`
@@ -171,23 +168,23 @@ class StepSync(OurCallback):
         "End the batch, also one that was left by an exception"
         self.passes.close()
         self.overlapped.set_in_forward(False)
-        if self.batch is not None: self.batch.call.restore()
+        if self.batch is not None: self.batch.loss.restore()
     def enter_event(self):
         "In an event the learner has the user's loss function"
         if self.batch is None: return
-        self.batch.call.restore()
+        self.batch.loss.restore()
         in_batch = self.passes.n_passes is not None and self.learn.training
-        if in_batch: self.batch.call.replace_forward()
+        if in_batch: self.batch.loss.replace_forward()
     def leave_event(self, event_name):
         "Until the next event the learner's own code runs: calls of its loss function are ours"
         if self.batch is None: return
-        self.batch.call.restore()
-        if event_name in _IN_BATCH: self.batch.call.replace()
+        self.batch.loss.restore()
+        if event_name in _IN_BATCH: self.batch.loss.replace()
     def before_batch(self):
         self._new_batch()
         self.passes.open()
         self.overlapped.set_in_forward(True)
-        self.batch.call.replace_forward()       # for the callbacks that come later
+        self.batch.loss.replace_forward()       # for the callbacks that come later
     def after_pred(self):
         self.batch.has_pred = True
         self.overlapped.set_in_forward(False)
@@ -225,8 +222,8 @@ class StepSync(OurCallback):
             if batch.loss.is_local():
                 batch.loss.combine(self.together.vote('share_loss', **batch.loss.numbers(loss)))
                 batch.lacks_loss = False
-            self._check_further_pass()
-        batch.call.was_called = False
+            batch.loss.check_further_pass()
+        batch.loss.was_called = False
         return batch.loss.scaled(loss, first), batch.how
     def _meet(self, loss):
         "Vote before the first pass, that of `loss`; return how the batch averages gradients"
@@ -292,14 +289,6 @@ class StepSync(OurCallback):
         if node is None: return
         cbs = (cb for cb in learn.cbs if any(runs_user_code(cb, e) for e in _EVENTS_WITH_LOSS))
         check_terms(self.losses, node, learn.pred, learn.model.named_parameters, loss, cbs)
-    def _check_further_pass(self):
-        "Tell the user of a loss that a callback computes by itself, of this rank's items"
-        f = self.batch.call.user_func()
-        if not self.losses.is_whole(f) or self.batch.call.was_called: return
-        name = loss_name(f)
-        self.losses.print_once(f"A callback calls {name} for a further backward pass: there it "
-                               f"{averaged()}. A loss module (nn.Module) is computed over all "
-                               "items there, too.", ('further',name))
     def _note_left_step(self):
         """Tell the user of a callback that accumulates gradients by itself: it leaves batches after
         their backward pass, and may count the items that it sees"""

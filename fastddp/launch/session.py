@@ -147,6 +147,8 @@ class Call:
                 # it has a state, if only None, once the job was submitted
                 if hasattr(e, 'state'):
                     can_retry = isinstance(e, WorkerError) and not (is_last or e.cut)
+                    # all ranks have left the fit at the same event, as one process would
+                    if e.raised and not can_retry: e.state,e.cut = e.raised,True
                     self.on_failure(e, is_last=not can_retry)
                 self.report.end_phase('failed')
                 raise

@@ -89,9 +89,8 @@ class ClassWeights(NamedTuple):
     ignore_index:int            # the target that doesn't count
 
 def class_weights(loss_func):
-    "Return the `ClassWeights` of a cross entropy, or None for a loss that isn't a weighted mean"
+    "Return the `ClassWeights` of a cross entropy, or None for a known loss of another kind"
     f,kw = unwrapped(loss_func)
-    if not _has_known_reduction(f, kw): return None
     if isinstance(f, (nn.CrossEntropyLoss,nn.NLLLoss)):
         return ClassWeights(f.weight, f.ignore_index)
     if f in (F.cross_entropy, F.nll_loss):
@@ -101,7 +100,6 @@ def class_weights(loss_func):
 def is_sum_loss(loss_func):
     "Return True if a known loss is a sum over items instead of a mean"
     f,kw = unwrapped(_without_mixup(loss_func))
-    if not _has_known_reduction(f, kw): return False
     return kw.get('reduction', getattr(f,'reduction','mean')) == 'sum'
 
 # %% ../../nbs/shard/304_loss.ipynb #be78a4ad
@@ -179,9 +177,7 @@ def loss_part(loss_func, # The learner's
               n_fed,     # Number of items that its model was fed, with those that pad them
               # 'mean' or 'sum': treat the loss as one over items. None: as the known `loss_func`
               reduction=None,
-              # Make a number of a divisor that is a tensor. None: only on the CPU, where that needs
-              # no wait
-              to_number=None
+              to_number=True # Make a number of a divisor that is a tensor: the host waits for a GPU
 ):
     "Return this rank's `LossPart` of a training batch"
     # A rank with 1 item is fed it twice, so half of what it is fed counts; one without
@@ -192,5 +188,4 @@ def loss_part(loss_func, # The learner's
     if reduction: return LossPart(float(count), False)
     divisor = loss_divisor(loss_func, yb, share)
     if not isinstance(divisor, torch.Tensor): return LossPart(divisor, False)
-    if to_number is None: to_number = divisor.device.type == 'cpu'
     return LossPart(divisor.item() if to_number else divisor, False)

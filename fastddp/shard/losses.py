@@ -75,7 +75,7 @@ class Losses:
             |-- meet(failed)    did that fail on some rank?
             `-- if so, or if the parts don't fit: `AVERAGED`, the loss of this rank's items
 
-    The caller, `fastai2.loss_call` or `fastai1.callbacks`, holds the meetings: `meet(**sizes)`
+    The caller, `shard.loss_call`, holds the meetings: `meet(**sizes)`
     returns the `Sizes` of all ranks. Only `of_batch` is a collective operation"""
     # A rank with more bytes of predictions and targets in a batch doesn't send them
     MOST_BYTES = 256*2**20

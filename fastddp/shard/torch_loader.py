@@ -6,6 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #7ca15bdc
+import torch
 from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
@@ -106,7 +107,10 @@ class ShardedTorch(Sharded):
         return None if is_stream(self) else [*batches]  # `_StepItems` adds the steps of a stream
     def _prepare(self, steps): self._shard.next_steps.steps = [o.items for o in steps]
 
-    def _batches(self): return DataLoader.__iter__(self._shard.inner_loader)
+    def _batches(self):
+        # it draws seeds, too, for which a rank that is alone has no stream of its own
+        alone = torch.random.fork_rng((), enabled=self._shard.n == 1)
+        with alone: return DataLoader.__iter__(self._shard.inner_loader)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself

@@ -38,10 +38,6 @@ class Sizes(NamedTuple):
     clear:float = 0.        # 1: dimension 0 of some prediction can only be the items
     failed:float = 0.       # 1: the call has failed
 
-def meet_in_group(**sizes):
-    "Return the `Sizes` of all ranks, as a list. A collective operation"
-    return [Sizes(**o) for o in group.all_gather_object(sizes)]
-
 class _ScaleGradient(torch.autograd.Function):
     "The identity; the backward pass multiplies the gradient by what `factor()` returns"
     @staticmethod
@@ -195,9 +191,9 @@ def _renumbered(parts, counts, order):
     return [(o//max(m, 1)*sum(counts) + place[first+o%max(m, 1)]).to(o.dtype)
             for o,m,first in zip(parts, counts, firsts)]
 
-def whole(part, meet=meet_in_group): # See there
+def whole(part):
     """Return the tree of a `Part` of all ranks, in the order of one process; None if the parts
     don't fit together. A collective operation"""
-    sizes = meet(**part.sizes())
+    sizes = [Sizes(**o) for o in group.all_gather_object(part.sizes())]
     if len({o.layout for o in sizes}) > 1: return None
     return part.join(*part.exchange([int(o.items) for o in sizes]))

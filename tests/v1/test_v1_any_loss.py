@@ -106,3 +106,48 @@ def test_a_term_that_the_model_keeps_is_weighted_by_items_and_named(capfd):
     same_weights(two, one)
     same_recorder(two, one)
     assert capfd.readouterr().out.count("doesn't come from predictions and targets") == 1
+
+
+class Scaled(nn.Module):
+    "What an item gets depends on all others"
+    def forward(self, out, y): return F.cross_entropy(out/(out.abs().mean(0)+.1), y)
+
+
+class Attacks(LearnerCallback):
+    "An adversarial example, by the learner's loss; `event` says when"
+    def __init__(self, learn, event):
+        super().__init__(learn)
+        self.event, self.seen = event, []
+    def attack(self, x, y):
+        x = x.clone().requires_grad_()
+        loss = self.learn.loss_func(self.learn.model(x), y)
+        self.seen.append(float(loss))
+        return (x+.3*torch.autograd.grad(loss, x)[0].sign()).detach()
+    def on_batch_begin(self, last_input, last_target, train, **kwargs):
+        if train and self.event == 'begin': return dict(last_input=self.attack(last_input, last_target))
+    def on_backward_begin(self, last_input, last_target, last_loss, **kwargs):
+        if self.event != 'backward': return
+        x = self.attack(last_input, last_target)
+        return dict(last_loss=last_loss+.5*self.learn.loss_func(self.learn.model(x), last_target))
+    def on_backward_end(self, last_input, last_target, **kwargs):
+        if self.event == 'again': self.learn.loss_func(self.learn.model(last_input), last_target).backward()
+
+
+@pytest.mark.parametrize('event', ['begin', 'backward', 'again'])
+def test_a_loss_module_in_an_event_is_that_of_all_items(event):
+    "Of parts of other sizes, too"
+    def make(bs):
+        learn = plain(bs, n=51, loss_func=Scaled())
+        learn.data.train_dl = learn.data.train_dl.new(drop_last=False)
+        learn.attacks = Attacks(learn, event)
+        return learn
+    two, one = pair(make, lambda l: l.fit(2, 1e-2, callbacks=[l.attacks]))
+    same_weights(two, one)
+    assert two.attacks.seen == pytest.approx(one.attacks.seen, abs=1e-5)
+    assert 'forward' not in vars(two.loss_func)
+
+
+def test_a_loss_function_in_a_further_pass_is_named(capfd):
+    learn = plain(4, loss_func=root)
+    learn.distrib_fit(1, 1e-2, callbacks=[Attacks(learn, 'again')], nprocs=2)
+    assert 'A callback calls root for a further backward pass' in capfd.readouterr().out

@@ -37,9 +37,9 @@ def test_failures_keep_the_last_epoch_and_the_next_fit_works():
 
 
 class Fails(LearnerCallback):
-    "In the second epoch"
+    "In the second epoch, on rank 1"
     def on_batch_end(self, epoch, train, **kwargs):
-        if train and epoch == 1: 1/0
+        if train and epoch == 1 and os.environ['RANK'] == '1': 1/0
 
 
 def test_the_last_complete_epoch_is_not_what_the_next_one_makes_of_it():
@@ -47,7 +47,7 @@ def test_the_last_complete_epoch_is_not_what_the_next_one_makes_of_it():
     for o, epochs in (expected, 1), (learn, 3):
         seed(5)
         cbs = [Fails(o)] if epochs > 1 else []
-        try: o.distrib_fit(epochs, 1e-2, callbacks=cbs, launcher=InProcess())
+        try: o.distrib_fit(epochs, 1e-2, callbacks=cbs, nprocs=2)
         except ZeroDivisionError: assert cbs
     for a, b in zip(expected.model.parameters(), learn.model.parameters()): assert torch.equal(a, b)
 
