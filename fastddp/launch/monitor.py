@@ -15,7 +15,7 @@ from fastcore.basics import store_attr
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
-    first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
+    first_failure, frames_in, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from .load import load_line
@@ -301,13 +301,11 @@ class Monitor:
         return not (self.running_ranks or self.ends['died'])
 
 # %% ../../nbs/launch/503_monitor.ipynb #d950b082
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-
 def users_line(stack):
     "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
-    frames = [_FRAME.match(o) for o in stack.split('\n')]
-    lines = [o.groups() for o in frames if o and is_user_file(o[1])]
-    return f"line {lines[0][1]} of {place(lines[0][0])}, {lines[0][2]}" if lines else ''
+    for file,line,name in frames_in(stack):
+        if is_user_file(file): return f"line {line} of {place(file)}, {name}"
+    return ''
 
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
