@@ -27,14 +27,15 @@ from ..process import helper
 #     from the notebook              to the notebook
 #                                    facts           the first message: what the machine has
 #     link_timeout
-#     listen, reach, meet_at         listening, reachable, store: where the ranks meet
+#     listen, reach, meet_at         the same, where the ranks meet
 #     missing                        missing         the files that this machine lacks
 #     start, once                    log, beats      what the ranks print, and their heartbeats
 #     job + payload                  news            event, done, failed or died, of a rank
 #     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
 #
-# `Agent.on_<kind>` handles a message of the notebook. A payload is a message's block. The sections:
-# facts, what of the notebook's process fits this machine, the user's modules, `Agent`, `main`.
+# `Agent.on_<kind>` handles a message of the notebook. What it returns is the answer, a message of
+# the same kind. A payload is a message's block. The sections: facts, what of the notebook's process
+# fits this machine, the user's modules, `Agent`, `main`.
 
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"
@@ -152,7 +153,9 @@ class Agent:
                 ready = connection.wait([self.stream, *self.listeners, *from_workers], timeout)
                 for o in self.listeners:
                     if o in ready: accept_one(o, self.token)
-                for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
+                for kind,*values in self.stream.receive():
+                    answer = getattr(self, f'on_{kind}')(*values)
+                    if answer is not None: self.stream.send(kind, answer)
                 if self.workers: self._report()
         # `start_workers` raises it if the notebook goes away meanwhile
         except KeyboardInterrupt: pass
@@ -164,23 +167,24 @@ class Agent:
         least `_LINK_TIMEOUT`"""
         self.link_timeout = max(_LINK_TIMEOUT, seconds)
     def on_listen(self, token, interface):
-        "Listen at each address of this machine, where the other machines will try to connect"
+        """Listen at each address of this machine, where the other machines will try to connect.
+        Return `(endpoints, cards)`"""
         self.token = token
         cards = network_cards(interface)
         self.listeners = [socket.create_server((o, 0)) for o in cards]
-        self.stream.send('listening', [o.getsockname() for o in self.listeners], cards)
+        return [o.getsockname() for o in self.listeners], cards
     def on_reach(self, *args):
-        "Try to reach another machine; `args` are those of `reachable`"
-        self.stream.send('reachable', reachable(*args))
+        "Try to reach another machine, as `reachable` does"
+        return reachable(*args)
     def on_meet_at(self, address):
-        "Start the store at which the ranks of a new group meet"
+        "Start the store at which the ranks of a new group meet, and return its endpoint"
         for o in self.listeners: o.close()
         self.listeners = []
         endpoint,self.store = start_store(address)
-        self.stream.send('store', endpoint)
+        return endpoint
     def on_missing(self, paths):
-        "Answer with those of the notebook's files that don't exist here"
-        self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
+        "Return those of the notebook's files that don't exist here"
+        return [o for o in paths if not os.path.exists(o)]
     def on_start(self,
         ranks, # List of this machine's ranks
         on_gpu, # True if each needs a GPU

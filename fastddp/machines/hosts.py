@@ -237,9 +237,8 @@ class Machines(WorkerLauncher):
         self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
         self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
         # new workers form a new group, and so need a new store, on rank 0's machine
-        first = self.machines[0]
-        first.stream.send('meet_at', self.meeting_address)
-        self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
+        self._rendezvous = self.machines[0].ask(time.monotonic()+self.start_timeout, 'meet_at',
+                                                self.meeting_address)
     def run(self, job, nprocs, on_event=noop):
         "As `WorkerLauncher.run`; raises `RankDied` if the network between the machines failed"
         try: return super(Machines, self).run(job, nprocs, on_event)
@@ -282,8 +281,7 @@ class Machines(WorkerLauncher):
         paths = [o for items in datasets for o in files_named_by(items)]
         lines = []
         for m in self.machines:
-            m.stream.send('missing', paths)
-            missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
+            missing = m.ask(time.monotonic()+self.start_timeout, 'missing', paths)
             if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
         if lines:
             lines.append("The items name these files: copy them there, to the same path, or mount "
