@@ -10,7 +10,6 @@ import math, operator, pathlib
 from array import array
 from collections import UserList
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import numpy as np, torch
@@ -80,36 +79,11 @@ class TensorColumn(_Column):
     n_tensors = 1
     def __len__(self): return len(self.offsets)
     def __getitem__(self, i):
-        if self._rows is not None: return self._of_class(self._rows[i])
-        shape = self.shapes[i].tolist()
         storage = self.storages[self.storage_ids[i]]
-        offset = int(self.offsets[i])
-        return self._of_class(storage.narrow(0, offset, math.prod(shape)).view(shape))
-    def part(self, start, stop):
-        if not self._are_adjacent: return super().part(start, stop)
-        # one call makes all items
-        if self._rows is not None: items = self._rows[start:stop].unbind()
-        else:
-            shapes = self.shapes[start:stop]
-            sizes = shapes.prod(1).tolist()
-            flat = self.storages[0].narrow(0, int(self.offsets[start]), sum(sizes))
-            items = map(Tensor.view, flat.split(sizes), shapes.tolist())
-        return map(self._of_class, items)
-    @cached_property
-    def _are_adjacent(self):
-        "True if each item begins where the last one ends"
-        ends = self.offsets+self.shapes.prod(1)
-        return len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
-    @cached_property
-    def _rows(self):
-        "The items as rows of one tensor; None if they aren't adjacent or have several shapes"
-        if not self._are_adjacent or (self.shapes != self.shapes[0]).any(): return None
-        flat = self.storages[0].narrow(0, int(self.offsets[0]), int(self.shapes.prod(1).sum()))
-        return flat.view(len(self), *self.shapes[0].tolist())
-    def _of_class(self, t):
-        # A view has a record for autograd, which takes as much memory as the rest of it, and with
-        # which some changes in place raise an error. What `detach` returns has none
-        t = t.detach()
+        # no view, which would have a record for autograd, as large as the rest of it, and with
+        # which some changes in place raise an error
+        t = storage.new_empty(0).set_(storage.untyped_storage(), int(self.offsets[i]),
+                                      self.shapes[i].tolist())
         return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
 
 # %% ../../nbs/payload/092_columns.ipynb #684d8a35
@@ -225,9 +199,8 @@ def make_column(
     return None if None in columns else TupleColumn(columns)
 
 # %% ../../nbs/payload/092_columns.ipynb #bafdd887
-# A list with tensors makes a block of items when one of them is read, and keeps them, since to make
-# an item takes as long as to read it and put it into a batch. The limit is about 50 MB
-_BLOCK = 64             # items
+# A list with tensors keeps the items that were read, since to make an item takes as long as to read
+# it and put it into a batch. The limit is about 50 MB
 _MAX_KEPT = 2**17       # tensors of a list
 
 class LazyList(UserList):
@@ -243,7 +216,7 @@ class LazyList(UserList):
         self._ids = range(len(column))
         n_tensors = column.n_tensors
         n_kept = min(len(column), _MAX_KEPT//n_tensors) if n_tensors else 0
-        self._kept = [None]*n_kept      # the first items, each None until its block is made
+        self._kept = [None]*n_kept      # the first items, each None until it is read
     @property
     def __class__(self): return list
     # `UserList` keeps its list in `data`. The methods below read the column; all others of
@@ -262,11 +235,8 @@ class LazyList(UserList):
         i = self._ids[i]        # raises IndexError as a list does
         if type(i) is range: return [self[o] for o in i]
         if i >= len(self._kept): return self.source[i]
-        if self._kept[i] is None: self._keep_block(i-i%_BLOCK)
+        if self._kept[i] is None: self._kept[i] = self.source[i]
         return self._kept[i]
-    def _keep_block(self, start):
-        stop = min(start+_BLOCK, len(self._kept))
-        self._kept[start:stop] = self.source.part(start, stop)
     def __iter__(self):
         if type(self.source) is list: return iter(self.source)
         n = len(self._kept)
