@@ -338,6 +338,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.memory_job': ( 'cluster/cluster.html#memory_job',
                                                                                  'fastddp/cluster/cluster.py'),
+                                         'fastddp.cluster.cluster.numbers_in': ( 'cluster/cluster.html#numbers_in',
+                                                                                 'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.pull_job': ( 'cluster/cluster.html#pull_job',
                                                                                'fastddp/cluster/cluster.py'),
                                          'fastddp.cluster.cluster.push_job': ( 'cluster/cluster.html#push_job',

@@ -186,6 +186,14 @@ _HAS_GPU = ("A standing cluster has GPU {}. Pass other gpus=, or end it with %ma
 
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
 
+def numbers_in(
+    *words # Texts such as 'all' or '0,2', or numbers
+):
+    "Return the numbers that these name, as a list, or 'all'; None if they name none"
+    names = ' '.join(map(str, words)).replace(',', ' ').split()
+    if names == ['all']: return 'all'
+    return [*map(int, names)] if names and all(map(str.isdigit, names)) else None
+
 class Cluster:
     """A standing cluster: workers that stay from call to call, each with a namespace. It starts
     them when it is made and holds their GPUs until `shutdown`, the death of a worker, or the end of
@@ -284,10 +292,9 @@ class Cluster:
         option='rank' # Name of the option, for the error message
     ):
         "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
-        if ranks == 'all': return list(range(self.n))
-        words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
-        exist = words and all(str(o).isdigit() and int(o) < self.n for o in words)
-        if exist: return [*map(int, words)]
+        found = numbers_in(*ranks if isinstance(ranks, (list,tuple)) else [ranks])
+        if found == 'all': return list(range(self.n))
+        if found and max(found) < self.n: return found
         raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
     def push(self,
         objs=None, # Dict from name to object

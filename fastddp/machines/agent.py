@@ -19,6 +19,7 @@ from ..launch.local import start_workers
 from .meeting import accept_one, network_cards, reachable, start_store
 from .stream import Stream, writer_to
 from ..process import helper
+from ..process.worker import Surroundings
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
 # An agent runs on each machine that takes part. It exchanges messages with the notebook over a
@@ -129,10 +130,8 @@ class Agent:
         self.store = None           # where the ranks meet, if this is rank 0's machine
         self.listeners = []         # sockets to which the other machines try to connect
         self.token = b''            # what they receive there, to know that it is this machine
-        # this process as it was started: `merged_env` and others combine it with the notebook
-        self.own_env = dict(os.environ)
-        self.own_path = list(sys.path)
-        self.own_folder = os.getcwd()
+        # of this process as it was started: `merged_env` and others combine it with the notebook's
+        self.own = Surroundings.now()
         # kinds ('state', 'epoch', 'files'...) of rank 0's payloads that the notebook doesn't have
         self.unsent_kinds = set()
         self.log_positions = {}     # rank -> bytes of its log that were sent
@@ -219,10 +218,10 @@ class Agent:
         *folders # More folders for the end of the import path
     ):
         "Set environment, working directory and import path as in the notebook, where they fit here"
-        os.environ.clear()
-        os.environ.update(merged_env(env, self.own_env, self.own_names))
-        os.chdir(cwd if os.path.isdir(cwd) else self.own_folder)
-        sys.path[:] = [*merged_path(path, self.own_path), *folders]
+        own = self.own
+        own._replace(env=merged_env(env, own.env, self.own_names),
+                     cwd=cwd if os.path.isdir(cwd) else own.cwd,
+                     path=[*merged_path(path, own.path), *folders]).enter()
     def _report(self):
         "Send what is new since the last call"
         news = self.workers.poll(0)

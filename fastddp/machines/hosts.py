@@ -23,7 +23,6 @@ from ..output.replay import several
 from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
-from .stream import writer_to
 from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
@@ -62,9 +61,14 @@ class Command:
                                      stderr=self._errors,
                                      start_new_session=True)    # no Ctrl-C from the terminal
         self.read_fd = os.dup(self.proc.stdout.fileno())
-        self.write,self.write_eof = writer_to(os.dup(self.proc.stdin.fileno()))
-        self.proc.stdin.close()
         self.proc.stdout.close()
+    def write(self, data):
+        "Write bytes to the agent's standard input"
+        self.proc.stdin.write(data)
+        self.proc.stdin.flush()
+    def write_eof(self):
+        "Close the agent's standard input, which ends the agent"
+        with suppress(OSError): self.proc.stdin.close()     # what was not written is lost
     def error_output(self):
         "Return what the command, or Python on the other machine, wrote to standard error"
         # not by `seek` and `read`: the command writes at the position of this file
