@@ -98,7 +98,7 @@ def _are_plain(tensors):
     if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
     # a class with its own `__torch_dispatch__` may keep its elements elsewhere
     if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
-    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False)
+    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False, is_cpu=True)
     found = {*map(operator.attrgetter(*wanted), tensors)}   # in C: there may be many tensors
     if found != {tuple(wanted.values())} or any(map(vars, tensors)): return False
     # views that show memory with another sign
@@ -117,19 +117,15 @@ def _column_of_plain(tensors):
     sizes = chain.from_iterable(map(Tensor.size, tensors))
     shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
     offsets = np.fromiter(map(Tensor.storage_offset, tensors), int)
-    addresses = np.fromiter(map(Tensor.data_ptr, tensors), int) - offsets*tensors[0].itemsize
+    pointers = [t.untyped_storage()._cdata for t in tensors]
     # the first tensor in each storage; for each tensor the index of its storage
-    _,firsts,storage_ids = np.unique(addresses, return_index=True, return_inverse=True)
+    _,firsts,storage_ids = np.unique(pointers, return_index=True, return_inverse=True)
     if len(firsts) > _MAX_STORAGES:
         storages = [torch.cat([*map(Tensor.flatten, tensors)])]
         storage_ids = np.zeros(len(tensors), int)
         offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
     else:
-        storages = [torch.tensor([], dtype=tensors[i].dtype, device=tensors[i].device)
-                    .set_(tensors[i].untyped_storage()) for i in firsts]
-    # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
-    ends = np.array([*map(len, storages)])[storage_ids]
-    if (offsets+shapes.prod(1) > ends).any() or not all(o.is_cpu for o in storages): return None
+        storages = [o.new_empty(0).set_(o.untyped_storage()) for o in (tensors[i] for i in firsts)]
     return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/092_columns.ipynb #a5dda657
