@@ -184,6 +184,11 @@ def default_app():
 _HAS_GPU = ("A standing cluster has GPU {}. Pass other gpus=, or end it with %makedip -k, or the "
             "shutdown() of a Cluster.")
 
+_REMEDIES = {
+    'NameError': "The workers don't know this name: define it in a cell of %%dip, or copy it from "
+                 "the notebook with %dipush.",
+    'SystemExit': "sys.exit ends a script, not a worker. `%makedip -k` ends the group."}
+
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
 
 def numbers_in(
@@ -267,12 +272,7 @@ class Cluster:
         return outcome.results
     def _add_remedy(self, e):
         "Set the remedy of a `WorkerError` where a cluster has one of its own"
-        kind = e.failure.kind if isinstance(e, RankRaised) else ''
-        if kind == 'NameError':
-            e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
-                        "it from the notebook with %dipush.")
-        if kind == 'SystemExit':
-            e.remedy = "sys.exit ends a script, not a worker. `%makedip -k` ends the group."
+        if isinstance(e, RankRaised): e.remedy = _REMEDIES.get(e.failure.kind, e.remedy)
         if self.local.workers is None: e.remedy = _HAS_ENDED
     def dead(self):
         "Return the ranks whose processes have ended"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machines/615_hosts.ipynb #c8a88f5e
-import os, shlex, signal, socket, subprocess, sys, tempfile, time
+import os, re, shlex, signal, socket, subprocess, sys, tempfile, time
 from contextlib import suppress
 from functools import partial
 
@@ -97,6 +97,8 @@ _CHECKS = dict(
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))
 
+NO_FASTDDP = "No module named '?fastddp"   # what Python prints on a machine without it
+
 _GPUS_OF_ONE = "gpus= chooses those of one machine; per_node= says how many of each take part."
 
 class Machines(WorkerLauncher):
@@ -109,7 +111,7 @@ class Machines(WorkerLauncher):
         after_failure          calls `close`, and notes which machines were lost
         place_after_failure    as `place`, without the lost machines, if the call has restarts left
         close                  ends agents and ranks"""
-    # `(texts, remedy)` pairs: the remedy is for a command whose output has one of the texts in it
+    # `(pattern, remedy)` pairs: the remedy is for a command in whose output the pattern is found
     explanations = ()
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
@@ -144,8 +146,8 @@ class Machines(WorkerLauncher):
     def explain(self, output):
         "Return one line about a command that failed with this output; '' if there is none"
         last = output.splitlines()[-1].strip() if output else ''
-        for texts,remedy in self.explanations:
-            if any(o.lower() in output.lower() for o in texts): return f"{remedy} ({last})"
+        for pattern,remedy in self.explanations:
+            if re.search(pattern, output, re.I): return f"{remedy} ({last})"
         return last
     def __enter__(self):
         if not self._warm: self.excluded_names = set()
@@ -336,16 +338,16 @@ class Hosts(Machines):
         if not hosts: raise CantDistribute(f"None of the machines {', '.join(self.hosts)} is left.")
         return {o: partial(Command, self._argv(o)) for o in hosts}
     explanations = [
-        (("No module named 'fastddp", 'No module named fastddp'),
+        (NO_FASTDDP,
          "has no fastddp for this Python: install it there, or pass python="),
-        (('Permission denied (', 'password', 'Host key verification', 'passphrase'),
+        (r'Permission denied \(|password|Host key verification|passphrase',
          "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
          "asks)"),
-        (('Could not resolve', 'Connection refused', 'No route', 'timed out',
-          'Network is unreachable', 'not known', 'Cannot open network namespace'),
+        ('Could not resolve|Connection refused|No route|timed out|Network is unreachable|not known|'
+         'Cannot open network namespace',
          "can't be reached"),
-        (('Permission denied',),
+        ('Permission denied',
          "can't run that program: it lacks the right to be executed. Pass python=, the interpreter "
          "there, or look at command="),
-        (('No such file', 'not found'),
+        ('No such file|not found',
          "has no such program: pass python=, the interpreter there, or look at command=")]

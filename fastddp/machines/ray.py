@@ -13,7 +13,7 @@ from functools import partial
 from ..base.checks import Check, check_all, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
-from .hosts import Command, Machines
+from .hosts import NO_FASTDDP, Command, Machines
 from .stream import writer_to
 from ..output.replay import StatusLine
 
@@ -296,8 +296,8 @@ class Ray(Machines):
                     "and may it see them? Ray(gpus=0) takes the CPU.")
         m.facts['gpus'] = min(reserved, visible)
     explanations = [
-        (('runtime environment',), "Ray couldn't make its runtime_env= there"),
-        (("No module named 'fastddp", 'No module named fastddp'),
+        ('runtime environment', "Ray couldn't make its runtime_env= there"),
+        (NO_FASTDDP,
          "has no fastddp for this Python: install it there, or name it in runtime_env=")]
     def close(self, grace=2.):
         "End ranks and agents, and give all resources back; harmless when repeated"
