@@ -121,6 +121,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.base.errors._mixed': ('base/errors.html#_mixed', 'fastddp/base/errors.py'),
                                      'fastddp.base.errors._short_lines': ('base/errors.html#_short_lines', 'fastddp/base/errors.py'),
                                      'fastddp.base.errors._state_of': ('base/errors.html#_state_of', 'fastddp/base/errors.py'),
+                                     'fastddp.base.errors._troubles': ('base/errors.html#_troubles', 'fastddp/base/errors.py'),
                                      'fastddp.base.errors._user_frames': ('base/errors.html#_user_frames', 'fastddp/base/errors.py'),
                                      'fastddp.base.errors.folded': ('base/errors.html#folded', 'fastddp/base/errors.py'),
                                      'fastddp.base.errors.remedy_for': ('base/errors.html#remedy_for', 'fastddp/base/errors.py'),
