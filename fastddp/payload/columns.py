@@ -29,16 +29,10 @@ from .reducers import StandIn
 # found. Snapshots of learners have a cache, other payloads no columns.
 class _Column:
     "A few arrays from which the items of a list can be made. It has length and items like the list"
-    # The column serves the next dump, too, if that list has the very same items. False if they may
-    # have other contents then
-    is_reusable = True
     n_tensors = 0       # in each item
     # About the memory of a plain list of all items, in bytes
     plain_bytes = math.inf
-    def part(self, start, stop):
-        "Return an iterable of the items from `start` to `stop`, made at once where that is faster"
-        return (self[i] for i in range(start, stop))
-    def __iter__(self): return iter(self.part(0, len(self)))
+    def __iter__(self): return map(self.__getitem__, range(len(self)))
 
 # %% ../../nbs/payload/092_columns.ipynb #844191d8
 # 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
@@ -75,7 +69,6 @@ class TensorColumn(_Column):
     storage_ids:np.ndarray  # For each item the index of its storage
     offsets:np.ndarray      # For each item its first element in that storage
     shapes:np.ndarray       # A row per item
-    is_reusable = False     # `x.data` and `x.numpy()` write to a tensor without a new `_version`
     n_tensors = 1
     def __len__(self): return len(self.offsets)
     def __getitem__(self, i):
@@ -138,23 +131,19 @@ class NumberColumn(_Column):
     @property
     def plain_bytes(self): return len(self)*(8+32)
     def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
-    def part(self, start, stop):
-        values = self.values[start:stop]
-        return values.tolist() if self.is_python else values
+    def __iter__(self): return iter(self.values.tolist() if self.is_python else self.values)
 
 @dataclass
 class TupleColumn(_Column):
     "The items of a list of tuples of equal length"
     columns:list        # For each position in the tuples the column of the items there
     @property
-    def is_reusable(self): return all(c.is_reusable for c in self.columns)
-    @property
     def n_tensors(self): return sum(c.n_tensors for c in self.columns)
     def __len__(self): return len(self.columns[0])
     @property
     def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
     def __getitem__(self, i): return tuple([c[i] for c in self.columns])
-    def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
+    def __iter__(self): return zip(*self.columns)
 
 # %% ../../nbs/payload/092_columns.ipynb #b490059f
 # The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
@@ -234,9 +223,7 @@ class LazyList(UserList):
         if self._kept[i] is None: self._kept[i] = self.source[i]
         return self._kept[i]
     def __iter__(self):
-        if type(self.source) is list: return iter(self.source)
-        n = len(self._kept)
-        return chain((self[i] for i in range(n)), self.source.part(n, len(self)))
+        return map(self.__getitem__, range(len(self))) if self._kept else iter(self.source)
     def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 
@@ -272,5 +259,6 @@ class ColumnCache:
             is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
             make = type(sequence) if is_plain else LazyList
             res.append((sequence, StandIn(make, column)))
-        self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
+        # not with tensors: `x.data` and `x.numpy()` write to one without a new `_version`
+        self._last = {k:(items,c) for k,(items,c) in used.items() if not c.n_tensors}
         return res
