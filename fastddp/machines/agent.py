@@ -132,8 +132,7 @@ class Agent:
         self.token = b''            # what they receive there, to know that it is this machine
         # of this process as it was started: `merged_env` and others combine it with the notebook's
         self.own = Surroundings.now()
-        # kinds ('state', 'epoch', 'files'...) of rank 0's payloads that the notebook doesn't have
-        self.unsent_kinds = set()
+        self.unsent = set()         # (rank, kind) of payloads that the notebook doesn't have yet
         self.log_positions = {}     # rank -> bytes of its log that were sent
         self.sent_beats = {}        # rank -> the last of its `Heartbeat`s that was sent
         self.link_timeout = _LINK_TIMEOUT
@@ -203,7 +202,7 @@ class Agent:
         packed, block # The payload, as for `Workers.submit`
     ):
         "Submit a job to all workers of this machine"
-        self.unsent_kinds = set()
+        self.unsent = set()
         folder = os.path.join(self.workers.dir, 'modules')
         write_files(modules, folder)
         self._apply_surroundings(*surroundings, folder)
@@ -229,7 +228,7 @@ class Agent:
         self._report_beats()
         self._report_news(news)
         # a newer state replaces one that is not sent yet
-        if not self.stream.has_unsent: self._send_states()
+        if not self.stream.has_unsent: self._send_payloads()
     def _report_logs(self):
         "Send what each rank's log has gained"
         for r in self.workers.ranks:
@@ -249,25 +248,20 @@ class Agent:
     def _report_news(self,
         news # As `Workers.poll` returns it
     ):
-        "Send results, events and ends; note payloads of other kinds, for `_send_states`"
+        "Send events and ends; note payloads, for `_send_payloads`"
         for r,what,*values in news:
-            if what == 'put':
-                kind, = values
-                if kind == 'result': self._send_payload(r, kind)
-                # of the other kinds the notebook needs only those of rank 0
-                elif r == 0: self.unsent_kinds.add(kind)
-            elif what in ('event','done','failed','died'):
-                # the notebook must have rank 0's state before it is told of the end
-                if what != 'event': self._send_states()
+            # of kinds such as 'state' and 'files' the notebook needs only those of rank 0
+            if what == 'put' and (r == 0 or values == ['result']): self.unsent.add((r, *values))
+            if what in ('event','done','failed','died'):
+                # the notebook must have result and state before it is told of the end
+                if what != 'event': self._send_payloads()
                 self.stream.send('news', r, what, *values)
-    def _send_states(self):
-        "Send the newest payload of each kind that rank 0 has put"
-        for kind in self.unsent_kinds: self._send_payload(0, kind)
-        self.unsent_kinds = set()
-    def _send_payload(self, r, kind):
-        "Send the newest payload of a kind that rank `r` has put"
-        block,packed = self.workers.latest[r,kind]
-        self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+    def _send_payloads(self):
+        "Send the newest payload of each kind that the notebook doesn't have"
+        for r,kind in self.unsent:
+            block,packed = self.workers.latest[r,kind]
+            self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+        self.unsent = set()
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _on_sigterm(*_):
