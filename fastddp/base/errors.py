@@ -10,6 +10,8 @@ import contextlib, re, signal, sys, textwrap, traceback
 from types import MemberDescriptorType, TracebackType
 from typing import NamedTuple
 
+from fastcore.basics import store_attr
+
 from .failure import frames_in, is_user_file, place, recorded_traceback, user_lines
 from .scoped import ipython_shell
 
@@ -30,146 +32,173 @@ class Trouble(NamedTuple):
     """An entry of the catalogue: a kind of error and its remedy. `tools/troubles.py` has its cause
     and an example, for the page of all errors"""
     name:str       # Its title on that page
+    # A regular expression, searched in 'type: message' of an exception; or, of a process that died
+    # or hangs, in a signal's name, 'exit', 'lost' or 'GroupTimeout', and ': '
+    pattern:str
     remedy:str     # What to do, as the error says it
-    # `test(kind, message)`: True if it fits an exception's type name and message; or, of a process
-    # that died or hangs, a signal's name, 'exit', 'lost' or 'GroupTimeout', and ''
-    test:object
 
 # %% ../../nbs/base/002_errors.ipynb #1ee15a69
-# Errors for lack of memory, or of room on a disk
+# Errors for lack of memory, or of room on a disk. Of shared memory the folder is known, and torch's
+# and Python's files there; not any word with these letters, such as 'hashmap'
 
-# The folder of shared memory, and torch's and Python's files there; not any word with these
-# letters, such as 'hashmap'
-_SHM = re.compile(r'/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torch_shm')
+_MEMORY = r'''
+out of memory on the GPU
+    ^OutOfMemoryError:|CUDA out of memory
+    The GPU of this worker is full: lower the batch size, or free what other processes hold
+    (nvidia-smi shows them).
 
-_MEMORY = [
-    Trouble('out of memory on the GPU',
-        "The GPU of this worker is full: lower the batch size, or free what other processes hold "
-        "(nvidia-smi shows them).",
-        lambda k,m: k == 'OutOfMemoryError' or 'CUDA out of memory' in m),
-    Trouble('an assertion on the GPU',
-        "An index is out of range on the GPU, most often a label: the labels must be from 0 to the "
-        "model's outputs - 1 (compare learn.dls.c, or n_out). CUDA tells it late. In a new kernel, "
-        "os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell makes the traceback end at "
-        "the line; gpus=[], nprocs=2 trains on the CPU, which names the index.",
-        lambda k,m: 'device-side assert' in m),
-    Trouble('a GPU for one process',
-        "The GPU takes one process only, and another one has it: perhaps the notebook, if a cell "
-        "has used it. `nvidia-smi -c DEFAULT`, as administrator, allows several.",
-        lambda k,m: 'busy or unavailable' in m),
-    Trouble('out of memory',
-        "The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer "
-        "DataLoader workers.",
-        lambda k,m: k == 'MemoryError' or re.search("can('t|not) allocate memory", m, re.I)),
-    Trouble('shared memory is full',
-        "A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge "
-        "/dev/shm (docker: --shm-size=2g).",
-        lambda k,m: 'DataLoader worker (pid' in m or _SHM.search(m)),
-    Trouble('a connection broke',
-        "If no connection of your own broke, a DataLoader worker was killed, most likely for lack "
-        "of memory: use fewer, or num_workers=0.",
-        lambda k,m: k == 'ConnectionResetError'),
-    Trouble('disk is full',
-        "The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for "
-        "models, the variable TMPDIR for temporary files).",
-        lambda k,m: 'No space left on device' in m)]
+an assertion on the GPU
+    device-side assert
+    An index is out of range on the GPU, most often a label: the labels must be from 0 to the
+    model's outputs - 1 (compare learn.dls.c, or n_out). CUDA tells it late. In a new kernel,
+    os.environ['CUDA_LAUNCH_BLOCKING'] = '1' in the first cell makes the traceback end at the
+    line; gpus=[], nprocs=2 trains on the CPU, which names the index.
+
+a GPU for one process
+    busy or unavailable
+    The GPU takes one process only, and another one has it: perhaps the notebook, if a cell has
+    used it. `nvidia-smi -c DEFAULT`, as administrator, allows several.
+
+out of memory
+    ^MemoryError:|(?i:can('t|not) allocate memory)
+    The host's memory is used up: use fewer workers (nprocs=), a smaller batch or fewer DataLoader
+    workers.
+
+shared memory is full
+    DataLoader worker \(pid|/dev/shm|shared memory|/torch_\d|/psm_|\bshm\b|shm_open|torch_shm
+    A DataLoader worker died or shared memory is full: try num_workers=0, or enlarge /dev/shm
+    (docker: --shm-size=2g).
+
+a connection broke
+    ^ConnectionResetError:
+    If no connection of your own broke, a DataLoader worker was killed, most likely for lack of
+    memory: use fewer, or num_workers=0.
+
+disk is full
+    No space left on device
+    The disk of that file is full: free some of it, or write elsewhere (learn.model_dir for
+    models, the variable TMPDIR for temporary files).
+'''
 
 # %% ../../nbs/base/002_errors.ipynb #ff5ed2d5
 # Errors of other code, most of them because a worker is another process
 
-_SURROUNDINGS = [
-    Trouble('name not in a module',
-        "A worker imports libraries anew. If a cell adds that name to a module before it imports "
-        "another one, put that into a file sitecustomize.py in a folder of PYTHONPATH, which "
-        "each Python reads as it starts, or use launcher=InProcess().",
-        lambda k,m: k == 'ImportError' and 'cannot import name' in m),
-    Trouble('module not found',
-        "The workers import by name: put the module on sys.path or in the notebook's folder, or "
-        "define it in a cell.",
-        lambda k,m: k in ('ModuleNotFoundError','ImportError')),
-    Trouble('file not found',
-        "Use an absolute path, or one that is valid from the notebook's folder: workers run there.",
-        lambda k,m: k in ('FileNotFoundError','NotADirectoryError')),
-    Trouble('path too long',
-        "The temporary folder's path is too long: restart with the variable TMPDIR set to a "
-        "shorter one, e.g. /tmp.",
-        lambda k,m: 'AF_UNIX path too long' in m),
-    Trouble('not writable',
-        "The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir = "
-        "Path('/tmp/models').",
-        lambda k,m: 'Read-only file system' in m
-        or k == 'PermissionError' and re.search(r'\bmodels\b', m)),
-    Trouble('not permitted',
-        "The system refuses access to that path: check its owner and permissions (ls -l). Workers "
-        "run as the user of the notebook.",
-        lambda k,m: k == 'PermissionError'),
-    Trouble('no keyboard',
-        "Workers have no keyboard, so input() and pdb don't work there. With launcher=InProcess() "
-        "the fit runs in the notebook's process, where they do.",
-        lambda k,m: k == 'EOFError' and 'reading a line' in m
-        or k in ('BdbQuit','StdinNotImplementedError')),
-    Trouble('name not known',
-        "The name isn't defined in the worker: define it in a cell, or pass it as an argument.",
-        lambda k,m: k == 'NameError'),
-    Trouble('WandbCallback',
-        "WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit "
-        "together there. Install another version of one of them, or leave the callback out.",
-        lambda k,m: 'WandbCallback' in m and 'vars() argument must have __dict__' in m),
-    Trouble('a count of zero',
-        "A worker has its part of the batches, and of a small set perhaps none: a metric or "
-        "callback that divides by its own count must ask for that first.",
-        lambda k,m: k == 'ZeroDivisionError'),
-    Trouble('batch size built in',
-        "Pass batch='per_worker': the model has a batch size built in, and with batch='global' a "
-        "worker gets a part of each batch.",
-        lambda k,m: re.search(r'Expected hidden(\[\d\])? size', m)),
-    Trouble('a list that C code refuses',
-        "In a worker a list of many texts, paths or tuples (more than 16 MB) makes its items when "
-        "they are read; functions in C need a plain list: call them with list(...) of it.",
-        lambda k,m: 'LazyList' in m or 'Object of type list is not JSON serializable' in m),
-    Trouble('sys.exit',
-        "sys.exit ends a script, not a worker: return from the function, raise an exception, or "
-        "CancelFitException to stop a fit early.",
-        lambda k,m: k == 'SystemExit')]
+_SURROUNDINGS = r'''
+name not in a module
+    (?s)^ImportError:.*cannot import name
+    A worker imports libraries anew. If a cell adds that name to a module before it imports
+    another one, put that into a file sitecustomize.py in a folder of PYTHONPATH, which each
+    Python reads as it starts, or use launcher=InProcess().
+
+module not found
+    ^(ModuleNotFound|Import)Error:
+    The workers import by name: put the module on sys.path or in the notebook's folder, or define
+    it in a cell.
+
+file not found
+    ^(FileNotFound|NotADirectory)Error:
+    Use an absolute path, or one that is valid from the notebook's folder: workers run there.
+
+path too long
+    AF_UNIX path too long
+    The temporary folder's path is too long: restart with the variable TMPDIR set to a shorter
+    one, e.g. /tmp.
+
+not writable
+    (?s)Read-only file system|^PermissionError:.*\bmodels\b
+    The folder isn't writable: point learn.model_dir at one that is, e.g. learn.model_dir =
+    Path('/tmp/models').
+
+not permitted
+    ^PermissionError:
+    The system refuses access to that path: check its owner and permissions (ls -l). Workers run
+    as the user of the notebook.
+
+no keyboard
+    (?s)^(EOFError:.*reading a line|BdbQuit:|StdinNotImplementedError:)
+    Workers have no keyboard, so input() and pdb don't work there. With launcher=InProcess() the
+    fit runs in the notebook's process, where they do.
+
+name not known
+    ^NameError:
+    The name isn't defined in the worker: define it in a cell, or pass it as an argument.
+
+WandbCallback
+    (?s)WandbCallback.*vars\(\) argument must have __dict__
+    WandbCallback fails in learn.fit, too: the installed fastai and fastcore don't fit together
+    there. Install another version of one of them, or leave the callback out.
+
+a count of zero
+    ^ZeroDivisionError:
+    A worker has its part of the batches, and of a small set perhaps none: a metric or callback
+    that divides by its own count must ask for that first.
+
+batch size built in
+    Expected hidden(\[\d\])? size
+    Pass batch='per_worker': the model has a batch size built in, and with batch='global' a worker
+    gets a part of each batch.
+
+a list that C code refuses
+    LazyList|Object of type list is not JSON serializable
+    In a worker a list of many texts, paths or tuples (more than 16 MB) makes its items when they
+    are read; functions in C need a plain list: call them with list(...) of it.
+
+sys.exit
+    ^SystemExit:
+    sys.exit ends a script, not a worker: return from the function, raise an exception, or
+    CancelFitException to stop a fit early.
+'''
 
 # %% ../../nbs/base/002_errors.ipynb #865f174c
 # Processes that died or hang
 
-_PROCESSES = [
-    Trouble('killed by the system',
-        "The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a "
-        "smaller batch or fewer DataLoader workers.",
-        lambda k,m: k == 'SIGKILL'),
-    Trouble('no room for a file in memory',
-        "The disk of a memory-mapped file is full: free some space, enlarge /dev/shm (docker: "
-        "--shm-size=2g), or restart with the variable TMPDIR set to a folder with more.",
-        lambda k,m: k == 'SIGBUS'),
-    Trouble('compiled code crashed',
-        "Compiled code crashed: update the library that its last output names, or leave out what "
-        "calls it.",
-        lambda k,m: k in ('SIGSEGV','SIGABRT','SIGILL','SIGFPE')),
-    Trouble('exited',
-        "Look for what ended the process: a call of os._exit in your code or a library, or another "
-        "program, of which the system's log (dmesg) may tell.",
-        lambda k,m: k == 'exit'),
-    Trouble('machine or link lost',
-        "Check that machine and the network (ssh to it; ip link). Repeat the call when it is "
-        "back, or without the machine, or use restarts=.",
-        lambda k,m: k == 'lost'),
-    Trouble('no step',
-        "Look at that worker's stack. If the step is slow rather than stuck, raise `timeout=` "
-        "(seconds).",
-        lambda k,m: k == 'GroupTimeout')]
+_PROCESSES = r'''
+killed by the system
+    ^SIGKILL:
+    The system killed it, most likely for lack of memory: use fewer workers (nprocs=), a smaller
+    batch or fewer DataLoader workers.
 
-TROUBLES = [*_MEMORY, *_SURROUNDINGS, *_PROCESSES]
+no room for a file in memory
+    ^SIGBUS:
+    The disk of a memory-mapped file is full: free some space, enlarge /dev/shm (docker:
+    --shm-size=2g), or restart with the variable TMPDIR set to a folder with more.
+
+compiled code crashed
+    ^SIG(SEGV|ABRT|ILL|FPE):
+    Compiled code crashed: update the library that its last output names, or leave out what calls
+    it.
+
+exited
+    ^exit:
+    Look for what ended the process: a call of os._exit in your code or a library, or another
+    program, of which the system's log (dmesg) may tell.
+
+machine or link lost
+    ^lost:
+    Check that machine and the network (ssh to it; ip link). Repeat the call when it is back, or
+    without the machine, or use restarts=.
+
+no step
+    ^GroupTimeout:
+    Look at that worker's stack. If the step is slow rather than stuck, raise `timeout=`
+    (seconds).
+'''
+
+def _troubles(text):
+    "Return the entries of a text: of each the name, and below it the pattern and the remedy"
+    for entry in text.strip().split('\n\n'):
+        name,pattern,*remedy = map(str.strip, entry.split('\n'))
+        yield Trouble(name, pattern, ' '.join(remedy))
+
+TROUBLES = [*_troubles(_MEMORY), *_troubles(_SURROUNDINGS), *_troubles(_PROCESSES)]
 
 # %% ../../nbs/base/002_errors.ipynb #a4cf2d7a
 def trouble_of(
-    kind,      # As of `Trouble.test`
+    kind,      # An exception's type, a signal's name..., see `Trouble.pattern`
     message='' # The exception's text
 ):
     "Return the first entry of the catalogue that fits, or None"
-    return next((t for t in TROUBLES if t.test(kind, message)), None)
+    return next((t for t in TROUBLES if re.search(t.pattern, f'{kind}: {message}')), None)
 
 def remedy_for(kind, message=''):
     "Return the remedy of the first entry that fits; '' if none does, as for a bug in user code"
@@ -400,11 +429,8 @@ class RankDied(WorkerError):
     ):
         super().__init__(rank, exitcode, where, log, host)
         self.lost = exitcode if isinstance(exitcode, str) else ''
-        self.rank = rank
+        store_attr('rank,where,log,host')
         self.exitcode = None if self.lost else exitcode
-        self.where = where
-        self.log = log
-        self.host = host
         self.remedy = remedy_for('lost' if self.lost else self.signal or 'exit')
     @property
     def signal(self):
@@ -430,10 +456,7 @@ class GroupTimeout(WorkerError):
         stacks        # The stack of each rank, as text; that of `rank` first
     ):
         super().__init__(rank, where, timeout, stacks)
-        self.rank = rank
-        self.where = where
-        self.timeout = timeout
-        self.stacks = stacks
+        store_attr()
         self.remedy = remedy_for('GroupTimeout')
     def _headline(self):
         limit = f" for {self.timeout:g} s" if self.timeout else ''

@@ -317,11 +317,11 @@ def failure_of(
 
 # texts of gloo, NCCL and the system; 'timed out waiting' also that of `Board.meet`, and the last
 # one that of ranks that find another one elsewhere (`fastai2.together`)
-_ECHOES = ('connection reset by peer', 'connection closed by peer', 'broken pipe', 'socket timeout',
-           'connection refused', 'nccl communicator was aborted', 'timed out waiting',
-           'connection timed out', 'no route to host', 'network is unreachable',
-           'ncclremoteerror', 'remote process exited', 'connection closed by remote peer',
-           'connection was likely closed', 'not all ranks do the same')
+_ECHO = re.compile(
+    'connection (reset by peer|closed by (remote )?peer|refused|timed out|was likely closed)|'
+    'broken pipe|socket timeout|timed out waiting|no route to host|network is unreachable|'
+    'nccl communicator was aborted|ncclremoteerror|remote process exited|'
+    'not all ranks do the same', re.I)
 
 def first_failure(failures):
     "Return a list of `Failure`, the headline first: echoes last, earlier before later"
@@ -329,11 +329,10 @@ def first_failure(failures):
 
 def is_echo(f):
     "True if the `Failure` `f` is a consequence of another rank's: a collective raised it"
-    message = f.message.lower()
     raised_by_user = f.frames and is_user_file(f.frames[-1][0])     # the innermost frame
-    in_collective = 'gloo' in message or not raised_by_user
+    in_collective = 'gloo' in f.message.lower() or not raised_by_user
     is_torchs = f.kind.startswith('Dist') or f.kind == 'RuntimeError' and in_collective
-    return is_torchs and any(o in message for o in _ECHOES)
+    return is_torchs and _ECHO.search(f.message) is not None
 
 def is_timeout(f):
     "True if the `Failure` `f` is that of a collective that timed out"
@@ -346,13 +345,12 @@ def job_stack(report):
     return next((t.rstrip() for t in reversed(threads) if 'worker_main' in t), '')
 
 # Where a rank waits for the others: in a collective, or in a backward pass during its all-reduce
-_WAITING_CODE = ('fastddp/base/board.py','distributed_c10d.py','torch/nn/parallel/distributed.py',
-                 '_engine_run_backward','torch/autograd/graph.py')
+_WAITING_CODE = re.compile(r'fastddp/base/board\.py|distributed_c10d\.py|_engine_run_backward|'
+                           r'torch/nn/parallel/distributed\.py|torch/autograd/graph\.py')
 
 def waits_for_ranks(stack):
     "True if one of the two innermost frames waits for other ranks"
-    innermost = '\n'.join(stack.split('\n')[1:3])
-    return any(o in innermost for o in _WAITING_CODE)
+    return any(map(_WAITING_CODE.search, stack.split('\n')[1:3]))
 
 # %% ../../nbs/base/001_failure.ipynb #5b1f0a21
 def end_fork(

@@ -184,7 +184,20 @@ def default_app():
 _HAS_GPU = ("A standing cluster has GPU {}. Pass other gpus=, or end it with %makedip -k, or the "
             "shutdown() of a Cluster.")
 
+_REMEDIES = {
+    'NameError': "The workers don't know this name: define it in a cell of %%dip, or copy it from "
+                 "the notebook with %dipush.",
+    'SystemExit': "sys.exit ends a script, not a worker. `%makedip -k` ends the group."}
+
 _HAS_ENDED = "The group has ended, with what it held. `%makedip -r` starts it anew."
+
+def numbers_in(
+    *words # Texts such as 'all' or '0,2', or numbers
+):
+    "Return the numbers that these name, as a list, or 'all'; None if they name none"
+    names = ' '.join(map(str, words)).replace(',', ' ').split()
+    if names == ['all']: return 'all'
+    return [*map(int, names)] if names and all(map(str.isdigit, names)) else None
 
 class Cluster:
     """A standing cluster: workers that stay from call to call, each with a namespace. It starts
@@ -259,12 +272,7 @@ class Cluster:
         return outcome.results
     def _add_remedy(self, e):
         "Set the remedy of a `WorkerError` where a cluster has one of its own"
-        kind = e.failure.kind if isinstance(e, RankRaised) else ''
-        if kind == 'NameError':
-            e.remedy = ("The workers don't know this name: define it in a cell of %%dip, or copy "
-                        "it from the notebook with %dipush.")
-        if kind == 'SystemExit':
-            e.remedy = "sys.exit ends a script, not a worker. `%makedip -k` ends the group."
+        if isinstance(e, RankRaised): e.remedy = _REMEDIES.get(e.failure.kind, e.remedy)
         if self.local.workers is None: e.remedy = _HAS_ENDED
     def dead(self):
         "Return the ranks whose processes have ended"
@@ -284,10 +292,9 @@ class Cluster:
         option='rank' # Name of the option, for the error message
     ):
         "Return a list of ranks; raise `CantDistribute` for ranks that don't exist"
-        if ranks == 'all': return list(range(self.n))
-        words = ranks if isinstance(ranks, (list,tuple)) else str(ranks).replace(',', ' ').split()
-        exist = words and all(str(o).isdigit() and int(o) < self.n for o in words)
-        if exist: return [*map(int, words)]
+        found = numbers_in(*ranks if isinstance(ranks, (list,tuple)) else [ranks])
+        if found == 'all': return list(range(self.n))
+        if found and max(found) < self.n: return found
         raise CantDistribute(f"{option} {ranks}: the ranks are 0 to {self.n-1}, or 'all'.")
     def push(self,
         objs=None, # Dict from name to object

@@ -13,7 +13,7 @@ from IPython.core.async_helpers import _pseudo_sync_runner
 from IPython.core.magic import Magics, cell_magic, line_magic, magics_class
 from IPython.core.magic_arguments import argument, magic_arguments, parse_argstring
 
-from .cluster import APPS, Cluster, default_app
+from .cluster import APPS, Cluster, default_app, numbers_in
 from ..base.errors import CantDistribute, short_traceback
 from ..base.scoped import with_attrs
 
@@ -26,11 +26,8 @@ def parse_gpus(
 ):
     "Return the GPUs that `-g` names: 'all', a list of numbers, or None"
     if words is None: return None
-    names = ','.join(words).replace(',', ' ').split()
-    if names == ['all']: return 'all'
-    if not names or not all(o.isdigit() for o in names):
-        raise CantDistribute(f"-g {' '.join(words)}: GPU numbers, or all.")
-    return [int(o) for o in names]
+    if found := numbers_in(*words): return found
+    raise CantDistribute(f"-g {' '.join(words)}: GPU numbers, or all.")
 
 def run_in_notebook(
     shell, # IPython's shell

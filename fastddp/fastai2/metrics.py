@@ -103,11 +103,8 @@ def reads_input(m, learn):
     if type(m).accumulate.__module__.startswith('fastai.'): return False    # none of fastai's does
     xb = NotedInput(learn.xb)
     try:
-        # a deep copy, but for the `accumulate` of a `Phase`, below, which holds the learner
-        copied = copy.copy(m)
-        attrs = {k:v for k,v in vars(m).items() if k != 'accumulate'}
-        vars(copied).clear()
-        vars(copied).update(copy.deepcopy(attrs))
+        # without the `accumulate` of a `Phase`, below, which holds the learner
+        copied = copy.deepcopy(m, {id(m.accumulate): None})
         with with_attrs(learn, xb=xb): type(m).accumulate(copied, learn)
     except Exception: return True
     return xb.was_read

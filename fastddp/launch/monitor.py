@@ -8,14 +8,13 @@ __all__ = []
 # %% ../../nbs/launch/503_monitor.ipynb #9f646844
 import os, re, signal
 from time import monotonic
-from typing import NamedTuple
 
 from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
-    first_failure, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
+    first_failure, frames_in, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from .load import load_line
@@ -85,7 +84,7 @@ class Monitor:
         self.load_line = engine.see_load and load_line(engine)
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
-        self.looked = None              # the `_Look` at the last standstill
+        self.looked_at = None           # `last_beat` of the last standstill that was looked at
         self.has_told = False           # True once a line has told of one
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
@@ -106,6 +105,16 @@ class Monitor:
     def _stack(self, r, start):
         "Return the stack that rank `r` has written to its log behind `start`, '' if it hasn't yet"
         return job_stack(tail(self.workers.log_path(r), 1_000_000, start))
+    def _stacks(self, ranks):
+        """Ask `ranks` for their stacks, and return those that come within 5 s; '' is that of a rank
+        that doesn't react"""
+        starts = {r:self._log_size(r) for r in ranks}
+        def stack(r): return self._stack(r, starts[r])
+        self.workers.ask_stacks([r for r in ranks if r in self.workers.ranks])
+        end = monotonic()+5.
+        while monotonic() < end and not all(stack(r) or r not in self.running_ranks for r in ranks):
+            self._turn()
+        return {r:stack(r) for r in ranks}
     def _failures(self):
         """Return the `Failure`s of ranks. Once the ranks were asked to stop, each may end with a
         KeyboardInterrupt: that is an answer, and no failure"""
@@ -182,12 +191,7 @@ class Monitor:
         """Return the `GroupTimeout` that says which rank holds up the others, with a stack of each
         rank that has not ended"""
         beats = self._beats()
-        starts = {r:self._log_size(r) for r in beats}
-        def stack(r): return self._stack(r, starts[r])
-        self.workers.ask_stacks([r for r in beats if r in self.workers.ranks])
-        end = monotonic()+5.
-        while monotonic() < end and not all(stack(r) for r in beats): self._turn()
-        stacks = {r:stack(r) for r in beats}
+        stacks = self._stacks(beats)
         awaited = {b.waits_for for b in beats.values()}
         # A rank without a stack comes first, then one that others wait for, then one that doesn't
         # wait (False sorts before True)
@@ -199,17 +203,14 @@ class Monitor:
     def _look(self, last_beat):
         """Print a line if ranks wait for one that waits in a collective, which they never come to.
         Called again and again while no rank makes a step; looks once at each such time"""
-        if self.looked is None or self.looked.last_beat != last_beat:
-            awaited = {b.waits_for for b in self._beats().values()} & {*self.running_ranks}
-            rank = min(awaited & {*self.workers.ranks}, default=None)
-            start = 0 if rank is None else self._log_size(rank)
-            self.looked = _Look(last_beat, rank, start)
-            if rank is not None: self.workers.ask_stacks([rank])
-        rank = self.looked.rank
-        stack = '' if rank is None else self._stack(rank, self.looked.start)
-        if not stack: return
-        self.looked = self.looked._replace(rank=None)
-        if not waits_for_ranks(stack) or self.has_told: return
+        if self.has_told or self.looked_at == last_beat: return
+        self.looked_at = last_beat
+        awaited = {b.waits_for for b in self._beats().values()}
+        awaited &= {*self.running_ranks} & {*self.workers.ranks}
+        if not awaited: return
+        rank = min(awaited)
+        stack = self._stacks([rank])[rank]
+        if not waits_for_ranks(stack): return
         self.has_told = True
         beats = self._beats()
         others = [r for r,b in beats.items() if b.waits_for == rank]
@@ -301,21 +302,13 @@ class Monitor:
         return not (self.running_ranks or self.ends['died'])
 
 # %% ../../nbs/launch/503_monitor.ipynb #d950b082
-_FRAME = re.compile(r'  File "(.+)", line (\d+) in (.+)')
-
 def users_line(stack):
     "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
-    frames = [_FRAME.match(o) for o in stack.split('\n')]
-    lines = [o.groups() for o in frames if o and is_user_file(o[1])]
-    return f"line {lines[0][1]} of {place(lines[0][0])}, {lines[0][2]}" if lines else ''
+    for file,line,name in frames_in(stack):
+        if is_user_file(file): return f"line {line} of {place(file)}, {name}"
+    return ''
 
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
 
 # %% ../../nbs/launch/503_monitor.ipynb #5208d58c
 _STANDSTILL = 60.   # seconds without a step after which it is looked for a cause
-
-class _Look(NamedTuple):
-    "A look at a standstill: a rank that others wait for was asked for its stack"
-    last_beat:float     # time of the last step
-    rank:int|None       # None: none was asked, or its stack has come
-    start:int           # where its log ended

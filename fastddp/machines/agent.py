@@ -19,6 +19,7 @@ from ..launch.local import start_workers
 from .meeting import accept_one, network_cards, reachable, start_store
 from .stream import Stream, writer_to
 from ..process import helper
+from ..process.worker import Surroundings
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
 # An agent runs on each machine that takes part. It exchanges messages with the notebook over a
@@ -27,14 +28,15 @@ from ..process import helper
 #     from the notebook              to the notebook
 #                                    facts           the first message: what the machine has
 #     link_timeout
-#     listen, reach, meet_at         listening, reachable, store: where the ranks meet
+#     listen, reach, meet_at         the same, where the ranks meet
 #     missing                        missing         the files that this machine lacks
 #     start, once                    log, beats      what the ranks print, and their heartbeats
 #     job + payload                  news            event, done, failed or died, of a rank
 #     stop, stacks                   put + payload   what a rank returns or keeps, such as its state
 #
-# `Agent.on_<kind>` handles a message of the notebook. A payload is a message's block. The sections:
-# facts, what of the notebook's process fits this machine, the user's modules, `Agent`, `main`.
+# `Agent.on_<kind>` handles a message of the notebook. What it returns is the answer, a message of
+# the same kind. A payload is a message's block. The sections: facts, what of the notebook's process
+# fits this machine, the user's modules, `Agent`, `main`.
 
 def _version(package):
     "Return the version of an installed package; None if it isn't installed"
@@ -128,12 +130,9 @@ class Agent:
         self.store = None           # where the ranks meet, if this is rank 0's machine
         self.listeners = []         # sockets to which the other machines try to connect
         self.token = b''            # what they receive there, to know that it is this machine
-        # this process as it was started: `merged_env` and others combine it with the notebook
-        self.own_env = dict(os.environ)
-        self.own_path = list(sys.path)
-        self.own_folder = os.getcwd()
-        # kinds ('state', 'epoch', 'files'...) of rank 0's payloads that the notebook doesn't have
-        self.unsent_kinds = set()
+        # of this process as it was started: `merged_env` and others combine it with the notebook's
+        self.own = Surroundings.now()
+        self.unsent = set()         # (rank, kind) of payloads that the notebook doesn't have yet
         self.log_positions = {}     # rank -> bytes of its log that were sent
         self.sent_beats = {}        # rank -> the last of its `Heartbeat`s that was sent
         self.link_timeout = _LINK_TIMEOUT
@@ -152,7 +151,9 @@ class Agent:
                 ready = connection.wait([self.stream, *self.listeners, *from_workers], timeout)
                 for o in self.listeners:
                     if o in ready: accept_one(o, self.token)
-                for kind,*values in self.stream.receive(): getattr(self, f'on_{kind}')(*values)
+                for kind,*values in self.stream.receive():
+                    answer = getattr(self, f'on_{kind}')(*values)
+                    if answer is not None: self.stream.send(kind, answer)
                 if self.workers: self._report()
         # `start_workers` raises it if the notebook goes away meanwhile
         except KeyboardInterrupt: pass
@@ -164,23 +165,24 @@ class Agent:
         least `_LINK_TIMEOUT`"""
         self.link_timeout = max(_LINK_TIMEOUT, seconds)
     def on_listen(self, token, interface):
-        "Listen at each address of this machine, where the other machines will try to connect"
+        """Listen at each address of this machine, where the other machines will try to connect.
+        Return `(endpoints, cards)`"""
         self.token = token
         cards = network_cards(interface)
         self.listeners = [socket.create_server((o, 0)) for o in cards]
-        self.stream.send('listening', [o.getsockname() for o in self.listeners], cards)
+        return [o.getsockname() for o in self.listeners], cards
     def on_reach(self, *args):
-        "Try to reach another machine; `args` are those of `reachable`"
-        self.stream.send('reachable', reachable(*args))
+        "Try to reach another machine, as `reachable` does"
+        return reachable(*args)
     def on_meet_at(self, address):
-        "Start the store at which the ranks of a new group meet"
+        "Start the store at which the ranks of a new group meet, and return its endpoint"
         for o in self.listeners: o.close()
         self.listeners = []
         endpoint,self.store = start_store(address)
-        self.stream.send('store', endpoint)
+        return endpoint
     def on_missing(self, paths):
-        "Answer with those of the notebook's files that don't exist here"
-        self.stream.send('missing', [o for o in paths if not os.path.exists(o)])
+        "Return those of the notebook's files that don't exist here"
+        return [o for o in paths if not os.path.exists(o)]
     def on_start(self,
         ranks, # List of this machine's ranks
         on_gpu, # True if each needs a GPU
@@ -200,7 +202,7 @@ class Agent:
         packed, block # The payload, as for `Workers.submit`
     ):
         "Submit a job to all workers of this machine"
-        self.unsent_kinds = set()
+        self.unsent = set()
         folder = os.path.join(self.workers.dir, 'modules')
         write_files(modules, folder)
         self._apply_surroundings(*surroundings, folder)
@@ -215,10 +217,10 @@ class Agent:
         *folders # More folders for the end of the import path
     ):
         "Set environment, working directory and import path as in the notebook, where they fit here"
-        os.environ.clear()
-        os.environ.update(merged_env(env, self.own_env, self.own_names))
-        os.chdir(cwd if os.path.isdir(cwd) else self.own_folder)
-        sys.path[:] = [*merged_path(path, self.own_path), *folders]
+        own = self.own
+        own._replace(env=merged_env(env, own.env, self.own_names),
+                     cwd=cwd if os.path.isdir(cwd) else own.cwd,
+                     path=[*merged_path(path, own.path), *folders]).enter()
     def _report(self):
         "Send what is new since the last call"
         news = self.workers.poll(0)
@@ -226,7 +228,7 @@ class Agent:
         self._report_beats()
         self._report_news(news)
         # a newer state replaces one that is not sent yet
-        if not self.stream.has_unsent: self._send_states()
+        if not self.stream.has_unsent: self._send_payloads()
     def _report_logs(self):
         "Send what each rank's log has gained"
         for r in self.workers.ranks:
@@ -246,25 +248,20 @@ class Agent:
     def _report_news(self,
         news # As `Workers.poll` returns it
     ):
-        "Send results, events and ends; note payloads of other kinds, for `_send_states`"
+        "Send events and ends; note payloads, for `_send_payloads`"
         for r,what,*values in news:
-            if what == 'put':
-                kind, = values
-                if kind == 'result': self._send_payload(r, kind)
-                # of the other kinds the notebook needs only those of rank 0
-                elif r == 0: self.unsent_kinds.add(kind)
-            elif what in ('event','done','failed','died'):
-                # the notebook must have rank 0's state before it is told of the end
-                if what != 'event': self._send_states()
+            # of kinds such as 'state' and 'files' the notebook needs only those of rank 0
+            if what == 'put' and (r == 0 or values == ['result']): self.unsent.add((r, *values))
+            if what in ('event','done','failed','died'):
+                # the notebook must have result and state before it is told of the end
+                if what != 'event': self._send_payloads()
                 self.stream.send('news', r, what, *values)
-    def _send_states(self):
-        "Send the newest payload of each kind that rank 0 has put"
-        for kind in self.unsent_kinds: self._send_payload(0, kind)
-        self.unsent_kinds = set()
-    def _send_payload(self, r, kind):
-        "Send the newest payload of a kind that rank `r` has put"
-        block,packed = self.workers.latest[r,kind]
-        self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+    def _send_payloads(self):
+        "Send the newest payload of each kind that the notebook doesn't have"
+        for r,kind in self.unsent:
+            block,packed = self.workers.latest[r,kind]
+            self.stream.send('put', r, kind, packed, block=block, size=packed.end)
+        self.unsent = set()
 
 # %% ../../nbs/machines/612_agent.ipynb #d2ef2d50
 def _on_sigterm(*_):

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/machines/615_hosts.ipynb #c8a88f5e
-import os, shlex, signal, socket, subprocess, sys, tempfile, time
+import os, re, shlex, signal, socket, subprocess, sys, tempfile, time
 from contextlib import suppress
 from functools import partial
 
@@ -23,7 +23,6 @@ from ..output.replay import several
 from .agent import facts, write_files
 from .machine import Machine, RemoteWorkers
 from .meeting import meet, run_on_machine
-from .stream import writer_to
 from ..payload.pickling import load
 
 # %% ../../nbs/machines/615_hosts.ipynb #2d7e26f5
@@ -62,9 +61,14 @@ class Command:
                                      stderr=self._errors,
                                      start_new_session=True)    # no Ctrl-C from the terminal
         self.read_fd = os.dup(self.proc.stdout.fileno())
-        self.write,self.write_eof = writer_to(os.dup(self.proc.stdin.fileno()))
-        self.proc.stdin.close()
         self.proc.stdout.close()
+    def write(self, data):
+        "Write bytes to the agent's standard input"
+        self.proc.stdin.write(data)
+        self.proc.stdin.flush()
+    def write_eof(self):
+        "Close the agent's standard input, which ends the agent"
+        with suppress(OSError): self.proc.stdin.close()     # what was not written is lost
     def error_output(self):
         "Return what the command, or Python on the other machine, wrote to standard error"
         # not by `seek` and `read`: the command writes at the position of this file
@@ -93,6 +97,8 @@ _CHECKS = dict(
     start_timeout=number("seconds that a machine has to answer, above 0"),
     link_timeout=number("seconds of silence that break a connection, above 0"))
 
+NO_FASTDDP = "No module named '?fastddp"   # what Python prints on a machine without it
+
 _GPUS_OF_ONE = "gpus= chooses those of one machine; per_node= says how many of each take part."
 
 class Machines(WorkerLauncher):
@@ -105,7 +111,7 @@ class Machines(WorkerLauncher):
         after_failure          calls `close`, and notes which machines were lost
         place_after_failure    as `place`, without the lost machines, if the call has restarts left
         close                  ends agents and ranks"""
-    # `(texts, remedy)` pairs: the remedy is for a command whose output has one of the texts in it
+    # `(pattern, remedy)` pairs: the remedy is for a command in whose output the pattern is found
     explanations = ()
     def __init__(self,
         per_node=None, # Ranks on each machine; None: its GPUs, or one where there are none
@@ -140,8 +146,8 @@ class Machines(WorkerLauncher):
     def explain(self, output):
         "Return one line about a command that failed with this output; '' if there is none"
         last = output.splitlines()[-1].strip() if output else ''
-        for texts,remedy in self.explanations:
-            if any(o.lower() in output.lower() for o in texts): return f"{remedy} ({last})"
+        for pattern,remedy in self.explanations:
+            if re.search(pattern, output, re.I): return f"{remedy} ({last})"
         return last
     def __enter__(self):
         if not self._warm: self.excluded_names = set()
@@ -237,9 +243,8 @@ class Machines(WorkerLauncher):
         self.place(nprocs, [] if self.rank_counts and not self.on_gpu else None)
         self.workers = RemoteWorkers(self.machines, self.rank_counts.values(), self.on_gpu)
         # new workers form a new group, and so need a new store, on rank 0's machine
-        first = self.machines[0]
-        first.stream.send('meet_at', self.meeting_address)
-        self._rendezvous, = first.wait_for('store', time.monotonic()+self.start_timeout)
+        self._rendezvous = self.machines[0].ask(time.monotonic()+self.start_timeout, 'meet_at',
+                                                self.meeting_address)
     def run(self, job, nprocs, on_event=noop):
         "As `WorkerLauncher.run`; raises `RankDied` if the network between the machines failed"
         try: return super(Machines, self).run(job, nprocs, on_event)
@@ -282,8 +287,7 @@ class Machines(WorkerLauncher):
         paths = [o for items in datasets for o in files_named_by(items)]
         lines = []
         for m in self.machines:
-            m.stream.send('missing', paths)
-            missing, = m.wait_for('missing', time.monotonic()+self.start_timeout)
+            missing = m.ask(time.monotonic()+self.start_timeout, 'missing', paths)
             if missing: lines.append(f"{m.name} doesn't have {', '.join(missing)}")
         if lines:
             lines.append("The items name these files: copy them there, to the same path, or mount "
@@ -334,16 +338,16 @@ class Hosts(Machines):
         if not hosts: raise CantDistribute(f"None of the machines {', '.join(self.hosts)} is left.")
         return {o: partial(Command, self._argv(o)) for o in hosts}
     explanations = [
-        (("No module named 'fastddp", 'No module named fastddp'),
+        (NO_FASTDDP,
          "has no fastddp for this Python: install it there, or pass python="),
-        (('Permission denied (', 'password', 'Host key verification', 'passphrase'),
+        (r'Permission denied \(|password|Host key verification|passphrase',
          "wants a password or doesn't know your key (`ssh-copy-id` gives it; BatchMode never "
          "asks)"),
-        (('Could not resolve', 'Connection refused', 'No route', 'timed out',
-          'Network is unreachable', 'not known', 'Cannot open network namespace'),
+        ('Could not resolve|Connection refused|No route|timed out|Network is unreachable|not known|'
+         'Cannot open network namespace',
          "can't be reached"),
-        (('Permission denied',),
+        ('Permission denied',
          "can't run that program: it lacks the right to be executed. Pass python=, the interpreter "
          "there, or look at command="),
-        (('No such file', 'not found'),
+        ('No such file|not found',
          "has no such program: pass python=, the interpreter there, or look at command=")]

@@ -50,10 +50,13 @@ class Machine:
             return f"{why} ({lines[-1]})" if lines else why
         if self.stream.seconds_silent() > self.link_timeout:
             return f"no message from {self.name} for {self.link_timeout:g} s"
-    def wait_for(self, kind, deadline):
-        "As `Stream.wait_for`; raises `CantDistribute` if the message doesn't arrive"
-        values = self.stream.wait_for(kind, deadline)
-        if values is not None: return values
+    def ask(self, deadline, kind, *values):
+        "Send the agent a message, and return its answer, see `answer`"
+        self.stream.send(kind, *values)
+        return self.answer(kind, deadline)
+    def answer(self, kind, deadline):
+        "Return the answer to a message of this kind; raise `CantDistribute` if it doesn't arrive"
+        if found := self.stream.wait_for(kind, deadline): return found[0]
         why = self.why_lost() or 'no time left'
         raise CantDistribute(f"{self.name} doesn't answer any more: {why}")
     def close(self,

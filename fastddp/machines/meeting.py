@@ -95,10 +95,10 @@ def meet(
     if not others: return '127.0.0.1', {first: 'lo'}
     token = secrets.token_bytes(16)
     # see `Agent.on_listen` and `Agent.on_reach` for these messages
-    first.stream.send('listen', token, interface)
-    endpoints,first_cards = first.wait_for('listening', deadline)
+    endpoints,first_cards = first.ask(deadline, 'listen', token, interface)
+    # all at once, since each may wait for addresses that it doesn't reach
     for m in others: m.stream.send('reach', endpoints, token, interface)
-    cards_of = {m: m.wait_for('reachable', deadline)[0] for m in others}
+    cards_of = {m: m.answer('reach', deadline) for m in others}
     for address,card in first_cards.items():        # the fastest card first
         if all(address in cards for cards in cards_of.values()):
             others_cards = {m: cards[address] for m,cards in cards_of.items()}

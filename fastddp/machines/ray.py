@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/machines/616_ray.ipynb #40d4cadb
-import math, numbers, os, socket, subprocess, sys, tempfile, threading, time
+import math, numbers, os, socket, sys, threading, time
 from contextlib import ExitStack, suppress
 from functools import partial
 
 from ..base.checks import Check, check_all, whole
 from ..base.errors import CantDistribute
 from ..base.scoped import environment
-from .hosts import Machines
+from .hosts import NO_FASTDDP, Command, Machines
 from .stream import writer_to
 from ..output.replay import StatusLine
 
@@ -26,34 +26,20 @@ from ..output.replay import StatusLine
 #     the notebook                          each machine that Ray has chosen
 #     Machine -- Stream -- RelayConnection == actor calls == Relay -- stdin, stdout -- Agent
 
-class Relay:
+class Relay(Command):
     """Ray actor that runs the agent of one machine in a subprocess, and passes bytes between it and
     the notebook. Ray ends it with the notebook, and the agent ends when its standard input closes.
     Ray calls its methods in two threads, so `write` isn't blocked by a `read` that waits"""
-    # The class is pickled by value, for machines without fastddp: it uses no name of this module
-    # but those of imported modules
+    # The classes are pickled by value, for machines without fastddp: they use no name of their
+    # modules but imported ones
     def __init__(self):
         import ray
-        names = ray.get_runtime_context().runtime_env.get('env_vars') or {}
-        self.errors = tempfile.TemporaryFile()
         # the variables of Ray's runtime environment replace the notebook's in the workers
-        self.proc = subprocess.Popen([sys.executable,'-m','fastddp.machines.agent',*names],
-                                     stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-                                     stderr=self.errors)
-    def write(self, data):
-        "Write bytes to the agent's standard input"
-        self.proc.stdin.write(data)
-        self.proc.stdin.flush()
-    def write_eof(self):
-        "Close the agent's standard input, which ends the agent"
-        self.proc.stdin.close()
+        names = ray.get_runtime_context().runtime_env.get('env_vars') or {}
+        Command.__init__(self, [sys.executable, '-m', 'fastddp.machines.agent', *names])
     def read(self):
         "Wait for output of the agent and return it, at most 1 MB; b'' once the agent has ended"
-        return self.proc.stdout.read1(1<<20)
-    def error_output(self):
-        "Return what the agent's process wrote to standard error; called when the agent has ended"
-        self.errors.seek(0)
-        return self.errors.read().decode(errors='replace')
+        return os.read(self.read_fd, 1<<20)
 
 _NODE = 'node:'     # Ray gives each machine a resource of this name and its address
 
@@ -66,7 +52,7 @@ def start_relay(
     "Start a `Relay` and return Ray's handle of the actor"
     import ray
     from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
-    ray.cloudpickle.register_pickle_by_value(sys.modules[__name__])
+    for c in (Relay,Command): ray.cloudpickle.register_pickle_by_value(sys.modules[c.__module__])
     custom = {k:v for k,v in bundle.items()
               if k not in ('GPU','CPU') and not k.startswith(_NODE)}
     strategy = PlacementGroupSchedulingStrategy(placement_group,
@@ -310,8 +296,8 @@ class Ray(Machines):
                     "and may it see them? Ray(gpus=0) takes the CPU.")
         m.facts['gpus'] = min(reserved, visible)
     explanations = [
-        (('runtime environment',), "Ray couldn't make its runtime_env= there"),
-        (("No module named 'fastddp", 'No module named fastddp'),
+        ('runtime environment', "Ray couldn't make its runtime_env= there"),
+        (NO_FASTDDP,
          "has no fastddp for this Python: install it there, or name it in runtime_env=")]
     def close(self, grace=2.):
         "End ranks and agents, and give all resources back; harmless when repeated"

@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/machines/610_stream.ipynb #caf8ef36
-import os, pickle, queue, struct, threading, time
+import mmap, os, pickle, queue, struct, threading, time
 from multiprocessing import connection
-from typing import NamedTuple
 
 import cloudpickle
 
@@ -31,29 +30,6 @@ _HEARTBEAT_SECONDS = 1.         # the longest time in which no frame is sent
 _MAX_DATA = 1<<20               # bytes of a block in one frame
 
 def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
-
-class _Outgoing(NamedTuple):
-    "A message in the queue of a `Stream`, and the block that is sent after it"
-    data:bytes=b''      # The pickled message; empty for a heartbeat
-    file:object=None    # An open file with the block, closed once it is sent; None: no block
-    size:int=0          # Bytes of the block
-    def close(self):
-        if self.file: self.file.close()
-
-_END = _Outgoing()      # the last item of a queue, compared by identity
-
-class _Incoming:
-    "A message whose block is arriving"
-    def __init__(self, msg, size):
-        self.msg = msg
-        self.size = size
-        self.missing = size     # bytes of the block that haven't arrived
-        self.block = Block()
-        self.block.make_room(size)
-    def add(self, data):
-        "Write the next piece of the block"
-        write_at(self.block.fd, memoryview(data), self.size-self.missing)
-        self.missing -= len(data)
 
 # %% ../../nbs/machines/610_stream.ipynb #610a0002
 def writer_to(fd):
@@ -81,9 +57,11 @@ class Stream:
         self._last_read = time.monotonic()  # when bytes arrived last
         self._has_greeting = False      # True once the other end's greeting has arrived
         self._buffer = bytearray()      # bytes that are no complete frame yet
-        self._incoming = None           # `_Incoming` message; None: the next data is a message
+        self._parser = self._messages() # is sent the data of each frame
+        next(self._parser)
         self._inbox = []                # complete messages that were not returned yet
-        self._queue = queue.SimpleQueue()   # of `_Outgoing`
+        # of a pickled message and the memory of its block; None: the end
+        self._queue = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
         self._thread.start()
     def fileno(self):
@@ -96,8 +74,8 @@ class Stream:
     ):
         """Queue a message and return at once. Messages arrive in order; after the connection has
         ended they are dropped"""
-        file = open(os.dup(block.fd), 'rb', buffering=0) if size else None
-        self._queue.put(_Outgoing(cloudpickle.dumps((msg, size), protocol=5), file, size))
+        memory = mmap.mmap(block.fd, size, access=mmap.ACCESS_READ) if size else b''
+        self._queue.put((cloudpickle.dumps((msg, size), protocol=5), memory))
     @property
     def has_unsent(self):
         "True if messages are queued, not counting the one that is being written"
@@ -106,7 +84,7 @@ class Stream:
         timeout=1. # Seconds to send what is queued
     ):
         "Send what is queued, and close the connection; harmless when repeated"
-        self._queue.put(_END)
+        self._queue.put(None)
         self._thread.join(timeout)
         if self._read_fd is None: return
         os.close(self._read_fd)
@@ -116,26 +94,18 @@ class Stream:
         "Write the greeting and all that is queued until `close`; runs in the thread"
         try:
             self._write(GREETING)
-            while (item := self._next_item()) is not _END: self._write_item(item)
+            while item := self._next_item(): self._write_item(*item)
             return
         except OSError: pass        # the other end is gone; reading notices it, too
         finally: self._write_eof()
-        # what is queued until `close` is dropped
-        while (item := self._queue.get()) is not _END: item.close()
+        while self._queue.get(): pass       # what is queued until `close` is dropped
     def _next_item(self):
         try: return self._queue.get(timeout=_HEARTBEAT_SECONDS)
-        except queue.Empty: return _Outgoing()      # a heartbeat
-    def _write_item(self, item):
+        except queue.Empty: return b'',b''      # a heartbeat
+    def _write_item(self, data, memory):
         "Write a message and its block, in frames"
-        try:
-            self._write(_frame(item.data))
-            at = 0
-            while at < item.size:
-                data = os.pread(item.file.fileno(), min(_MAX_DATA, item.size-at), at)
-                if not data: raise OSError('the block is shorter than its size')
-                self._write(_frame(data))
-                at += len(data)
-        finally: item.close()
+        self._write(_frame(data))
+        for at in range(0, len(memory), _MAX_DATA): self._write(_frame(memory[at:at+_MAX_DATA]))
     def _take_frames(self):
         "Take the greeting and all complete frames out of the buffer"
         if not self._has_greeting:
@@ -149,19 +119,22 @@ class Stream:
             if len(self._buffer) < end: return
             data = bytes(self._buffer[_HEADER.size:end])
             del self._buffer[:end]
-            if data: self._take_data(data)      # a heartbeat has none
-    def _take_data(self, data):
-        "Take a frame's data: the next piece of the block that is arriving, or else a message"
-        incoming = self._incoming
-        if incoming is None:
-            msg,size = pickle.loads(data)
-            if size: self._incoming = _Incoming(msg, size)
-            else: self._inbox.append(msg)
-            return
-        incoming.add(data)
-        if incoming.missing: return
-        self._inbox.append((*incoming.msg, incoming.block))
-        self._incoming = None
+            if data: self._parser.send(data)    # a heartbeat has none
+    def _messages(self):
+        """Generator that is sent the data of one frame after the other, and puts messages into
+        `_inbox`"""
+        while True:
+            msg,size = pickle.loads((yield))
+            if size:
+                block = Block()
+                block.make_room(size)
+                msg = *msg,block
+            at = 0
+            while at < size:
+                data = yield
+                write_at(block.fd, memoryview(data), at)
+                at += len(data)
+            self._inbox.append(msg)
     @property
     def has_messages(self):
         "True if `receive` returns messages that were read already; no wait is needed for them"

@@ -58,8 +58,6 @@ def _plain_attrs(record):
     return {k:v if _can_be_sent(v) else repr(v) for k,v in attrs.items()}
 
 def _can_be_sent(v):
-    "True for a plain value, and for any other that can be pickled now"
-    if v is None or type(v) in (str,int,float,bool): return True
     try: pickle.dumps(v)
     except Exception: return False
     return True

@@ -10,7 +10,6 @@ import math, operator, pathlib
 from array import array
 from collections import UserList
 from dataclasses import dataclass
-from functools import cached_property
 from itertools import chain
 
 import numpy as np, torch
@@ -30,16 +29,10 @@ from .reducers import StandIn
 # found. Snapshots of learners have a cache, other payloads no columns.
 class _Column:
     "A few arrays from which the items of a list can be made. It has length and items like the list"
-    # The column serves the next dump, too, if that list has the very same items. False if they may
-    # have other contents then
-    is_reusable = True
     n_tensors = 0       # in each item
     # About the memory of a plain list of all items, in bytes
     plain_bytes = math.inf
-    def part(self, start, stop):
-        "Return an iterable of the items from `start` to `stop`, made at once where that is faster"
-        return (self[i] for i in range(start, stop))
-    def __iter__(self): return iter(self.part(0, len(self)))
+    def __iter__(self): return map(self.__getitem__, range(len(self)))
 
 # %% ../../nbs/payload/092_columns.ipynb #844191d8
 # 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
@@ -76,40 +69,14 @@ class TensorColumn(_Column):
     storage_ids:np.ndarray  # For each item the index of its storage
     offsets:np.ndarray      # For each item its first element in that storage
     shapes:np.ndarray       # A row per item
-    is_reusable = False     # `x.data` and `x.numpy()` write to a tensor without a new `_version`
     n_tensors = 1
     def __len__(self): return len(self.offsets)
     def __getitem__(self, i):
-        if self._rows is not None: return self._of_class(self._rows[i])
-        shape = self.shapes[i].tolist()
         storage = self.storages[self.storage_ids[i]]
-        offset = int(self.offsets[i])
-        return self._of_class(storage.narrow(0, offset, math.prod(shape)).view(shape))
-    def part(self, start, stop):
-        if not self._are_adjacent: return super().part(start, stop)
-        # one call makes all items
-        if self._rows is not None: items = self._rows[start:stop].unbind()
-        else:
-            shapes = self.shapes[start:stop]
-            sizes = shapes.prod(1).tolist()
-            flat = self.storages[0].narrow(0, int(self.offsets[start]), sum(sizes))
-            items = map(Tensor.view, flat.split(sizes), shapes.tolist())
-        return map(self._of_class, items)
-    @cached_property
-    def _are_adjacent(self):
-        "True if each item begins where the last one ends"
-        ends = self.offsets+self.shapes.prod(1)
-        return len(self.storages) == 1 and (ends[:-1] == self.offsets[1:]).all()
-    @cached_property
-    def _rows(self):
-        "The items as rows of one tensor; None if they aren't adjacent or have several shapes"
-        if not self._are_adjacent or (self.shapes != self.shapes[0]).any(): return None
-        flat = self.storages[0].narrow(0, int(self.offsets[0]), int(self.shapes.prod(1).sum()))
-        return flat.view(len(self), *self.shapes[0].tolist())
-    def _of_class(self, t):
-        # A view has a record for autograd, which takes as much memory as the rest of it, and with
-        # which some changes in place raise an error. What `detach` returns has none
-        t = t.detach()
+        # no view, which would have a record for autograd, as large as the rest of it, and with
+        # which some changes in place raise an error
+        t = storage.new_empty(0).set_(storage.untyped_storage(), int(self.offsets[i]),
+                                      self.shapes[i].tolist())
         return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
 
 # %% ../../nbs/payload/092_columns.ipynb #684d8a35
@@ -124,7 +91,7 @@ def _are_plain(tensors):
     if first.dtype not in _DTYPES or isinstance(first, torch.nn.Parameter): return False
     # a class with its own `__torch_dispatch__` may keep its elements elsewhere
     if type(first).__torch_dispatch__ is not Tensor.__torch_dispatch__: return False
-    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False)
+    wanted = dict(dtype=first.dtype, ndim=first.ndim, requires_grad=False, is_cpu=True)
     found = {*map(operator.attrgetter(*wanted), tensors)}   # in C: there may be many tensors
     if found != {tuple(wanted.values())} or any(map(vars, tensors)): return False
     # views that show memory with another sign
@@ -143,19 +110,15 @@ def _column_of_plain(tensors):
     sizes = chain.from_iterable(map(Tensor.size, tensors))
     shapes = np.fromiter(sizes, int).reshape(len(tensors), tensors[0].ndim)
     offsets = np.fromiter(map(Tensor.storage_offset, tensors), int)
-    addresses = np.fromiter(map(Tensor.data_ptr, tensors), int) - offsets*tensors[0].itemsize
+    pointers = [t.untyped_storage()._cdata for t in tensors]
     # the first tensor in each storage; for each tensor the index of its storage
-    _,firsts,storage_ids = np.unique(addresses, return_index=True, return_inverse=True)
+    _,firsts,storage_ids = np.unique(pointers, return_index=True, return_inverse=True)
     if len(firsts) > _MAX_STORAGES:
         storages = [torch.cat([*map(Tensor.flatten, tensors)])]
         storage_ids = np.zeros(len(tensors), int)
         offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
     else:
-        storages = [torch.tensor([], dtype=tensors[i].dtype, device=tensors[i].device)
-                    .set_(tensors[i].untyped_storage()) for i in firsts]
-    # storages of several sizes may have one address: those of `torch.from_numpy(a[:n])`
-    ends = np.array([*map(len, storages)])[storage_ids]
-    if (offsets+shapes.prod(1) > ends).any() or not all(o.is_cpu for o in storages): return None
+        storages = [o.new_empty(0).set_(o.untyped_storage()) for o in (tensors[i] for i in firsts)]
     return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
 
 # %% ../../nbs/payload/092_columns.ipynb #a5dda657
@@ -168,23 +131,19 @@ class NumberColumn(_Column):
     @property
     def plain_bytes(self): return len(self)*(8+32)
     def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
-    def part(self, start, stop):
-        values = self.values[start:stop]
-        return values.tolist() if self.is_python else values
+    def __iter__(self): return iter(self.values.tolist() if self.is_python else self.values)
 
 @dataclass
 class TupleColumn(_Column):
     "The items of a list of tuples of equal length"
     columns:list        # For each position in the tuples the column of the items there
     @property
-    def is_reusable(self): return all(c.is_reusable for c in self.columns)
-    @property
     def n_tensors(self): return sum(c.n_tensors for c in self.columns)
     def __len__(self): return len(self.columns[0])
     @property
     def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
     def __getitem__(self, i): return tuple([c[i] for c in self.columns])
-    def part(self, start, stop): return zip(*[c.part(start, stop) for c in self.columns])
+    def __iter__(self): return zip(*self.columns)
 
 # %% ../../nbs/payload/092_columns.ipynb #b490059f
 # The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
@@ -225,9 +184,8 @@ def make_column(
     return None if None in columns else TupleColumn(columns)
 
 # %% ../../nbs/payload/092_columns.ipynb #bafdd887
-# A list with tensors makes a block of items when one of them is read, and keeps them, since to make
-# an item takes as long as to read it and put it into a batch. The limit is about 50 MB
-_BLOCK = 64             # items
+# A list with tensors keeps the items that were read, since to make an item takes as long as to read
+# it and put it into a batch. The limit is about 50 MB
 _MAX_KEPT = 2**17       # tensors of a list
 
 class LazyList(UserList):
@@ -243,7 +201,7 @@ class LazyList(UserList):
         self._ids = range(len(column))
         n_tensors = column.n_tensors
         n_kept = min(len(column), _MAX_KEPT//n_tensors) if n_tensors else 0
-        self._kept = [None]*n_kept      # the first items, each None until its block is made
+        self._kept = [None]*n_kept      # the first items, each None until it is read
     @property
     def __class__(self): return list
     # `UserList` keeps its list in `data`. The methods below read the column; all others of
@@ -262,15 +220,10 @@ class LazyList(UserList):
         i = self._ids[i]        # raises IndexError as a list does
         if type(i) is range: return [self[o] for o in i]
         if i >= len(self._kept): return self.source[i]
-        if self._kept[i] is None: self._keep_block(i-i%_BLOCK)
+        if self._kept[i] is None: self._kept[i] = self.source[i]
         return self._kept[i]
-    def _keep_block(self, start):
-        stop = min(start+_BLOCK, len(self._kept))
-        self._kept[start:stop] = self.source.part(start, stop)
     def __iter__(self):
-        if type(self.source) is list: return iter(self.source)
-        n = len(self._kept)
-        return chain((self[i] for i in range(n)), self.source.part(n, len(self)))
+        return map(self.__getitem__, range(len(self))) if self._kept else iter(self.source)
     def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
     __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
 
@@ -306,5 +259,6 @@ class ColumnCache:
             is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
             make = type(sequence) if is_plain else LazyList
             res.append((sequence, StandIn(make, column)))
-        self._last = {k:(items,c) for k,(items,c) in used.items() if c.is_reusable}
+        # not with tensors: `x.data` and `x.numpy()` write to one without a new `_version`
+        self._last = {k:(items,c) for k,(items,c) in used.items() if not c.n_tensors}
         return res
