@@ -171,7 +171,9 @@ class Notes:
         note,o,k = self.start[i],self.places.objects[i],self.kinds[i]
         attrs,items = self._read(i)
         again = self.sent.get(i, ())
-        if not (again or self.is_empty or note.parts or self.stale):
+        # what was sent is sent again, also when it is as at the start
+        is_sent = bool(again) or i in self.sent_whole
+        if not (is_sent or self.is_empty or note.parts or self.stale):
             has_same = (note.attrs.keys() == attrs.keys()
                         and _are_same_objects(note.attrs.values(), attrs.values()))
             if has_same and (items is None or _are_same_objects(note.items, items)): return None
@@ -215,10 +217,10 @@ class Notes:
         pairs = [(key, self.stands_for(v, self.places.objects[i])) for key,v in pairs]
         pairs = [(key, v) for key,v in pairs if v is not LEFT_OUT]
         gone = [key for key in {*was, *again} if key not in now]
-        # in another order
+        # in another order, or it was in another one when it was sent
         kept = [key for key in was if key in now]
         added = [key for key in now if key not in was]
-        if [*now] != kept+added: return [*now.items()]
+        if i in self.sent_whole or [*now] != kept+added: return [*now.items()]
         return (pairs, gone) if pairs or gone else None
     def _find_stale(self):
         """Add to `stale` what has changed and can't be set, and tuples and methods that refer to
