@@ -27,8 +27,9 @@ from ..base.scoped import with_attrs, without_attrs
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
-from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
+from ..payload.changes import apply as apply_changes, dump_changes, read_bytes
 from ..payload.kinds import attributes, per_class
+from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import deep_copy, dump, load, private_copy, without_frames
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
@@ -319,7 +320,7 @@ class Changes:
     def capture(self,
         rng, # The state of the random streams that all ranks have in common
         weights=True, # False after a validation
-        grads='zeros', # As of `Notes.dump`: accumulated gradients are sent by a fit that left some
+        grads='zeros', # As of `dump_changes`: accumulated ones are sent by a fit that left some
         ended=True # False at the end of an epoch
     ):
         "Return all that the job has changed, as a `Payload` for `apply`."
@@ -328,7 +329,8 @@ class Changes:
         self.temporary = () if ended else [cb for cb in self.learn.cbs
                                            if not holds(self.cbs_at_start, cb)]
         new = new_tensors(self.learn.model, self.notes.places) if weights else {}
-        return self.notes.dump(dict(rng=rng, new_tensors=new), grads=grads if weights else None)
+        extra = dict(rng=rng, new_tensors=new)
+        return dump_changes(self.notes, extra, grads if weights else None)
 
 ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
 
@@ -458,7 +460,8 @@ class SavedGraph(NamedTuple):
             for a,b in ((theirs, own), (own, theirs)):
                 a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
             is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
-            everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
+            notes = Notes(theirs, left_out, is_empty=True)
+            everything = dump_changes(notes, grads='all', skip=is_same)
             applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
             warn_of_lost(own, ROOT, applied)
             move_opt_state(learn.opt)

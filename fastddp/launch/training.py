@@ -19,7 +19,6 @@ from ..base.rng import CommonRNG
 from ..base.scoped import environment
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
-from ..payload.changes import OF_KEY
 from ..payload.reducers import reduces
 from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
@@ -161,9 +160,7 @@ def _words_of_lost(places, root, lost):
     for i,name,error in lost:
         holders = [*places.holders(i)]
         if any(is_kind(o, RANK0_ONLY) for o in holders): continue
-        attr = '' if name is None else f'[{name.key!r}]' if isinstance(name, OF_KEY) else \
-            f" (its {' '.join(map(str, name))})" if type(name) is tuple else f'.{name}'
-        yield f"{places.path(i, root)}{attr} ({' '.join(error.split())})"
+        yield f"{places.path(i, root, name)} ({' '.join(error.split())})"
 
 def warn_of_lost(
     places, # The notebook's `Places`

@@ -264,8 +264,9 @@ def _subimport(module):
     return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #057b66da
-class Unpickler(pickle.Unpickler):
-    "Reads the stream of a `Pickler`; the arguments are those of `load`"
+class Reads:
+    "What an unpickler needs to read the stream of a `Pickler`; the arguments are those of `load`"
+    error = None        # A subclass may note one, and go on
     def __init__(self, file, buffers, device, back, known, cells):
         super().__init__(file, buffers=buffers)
         self._known = known
@@ -282,8 +283,10 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, key): return self._known[key]
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        found = _noting_import(module, lambda: super(Unpickler, self).find_class(module, name))
+        found = _noting_import(module, lambda: super(Reads, self).find_class(module, name))
         return self._instead.get(id(found), found)
+
+class Unpickler(Reads, pickle.Unpickler): "Reads the stream of a `Pickler`"
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656905
 def load(

@@ -5,7 +5,8 @@ import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import graphs
-from fastddp.payload.changes import Notes, apply
+from fastddp.payload.changes import apply, dump_changes
+from fastddp.payload.notes import Notes
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.places import Places
 
@@ -65,7 +66,7 @@ def epoch_by_epoch(root, *changes):
     notes = Notes(Places(there).find(places.table()))
     for change in changes:
         change(there)
-        payload = notes.dump(grads='all')
+        payload = dump_changes(notes, grads='all')
         applied = apply(payload.meta, payload.copied_buffers(), places)
         assert not applied.lost and not applied.failed
 
