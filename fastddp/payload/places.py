@@ -12,7 +12,7 @@ from collections import deque
 import cloudpickle
 
 from .kinds import (
-    CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind, named)
+    CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind)
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 # What objects of Python itself refer to
@@ -37,9 +37,10 @@ def members(o, left_out=frozenset()):
     if k in (STATE,OPAQUE): yield from attributes(o).items()
     if not isinstance(k, Kind) or isinstance(k, Whole): return
     items = k.items(o) if k in (DICT,SEQUENCE) else None
-    for name,v in named(k.attrs(o), items).items():
+    for name,v in k.attrs(o).items():
         if name not in left_out: yield name,v
     if k is SEQUENCE: yield from enumerate(items)
+    elif type(items) is dict: yield from ((('key',key), v) for key,v in items.items())
     # entries of a weak dict may be gone on the other side, so they have no position
     elif type(items) is list and isinstance(o, dict):
         n = len(items)//2
