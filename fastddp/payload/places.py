@@ -6,27 +6,22 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_places.ipynb #29dd7ecf
-import functools, pickle, sys, types, weakref
+import pickle, sys, types, weakref
 from collections import deque
 
 import cloudpickle
 
 from .kinds import (
     CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind)
+from .reducers import parts_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
-# What objects of Python itself refer to
-_PARTS = {types.MethodType: '__self__ __func__', types.BuiltinFunctionType: '__self__',
-          staticmethod: '__func__', classmethod: '__func__', property: 'fget fset fdel',
-          functools.partial: 'func args keywords'}
-
 def members(o, left_out=frozenset()):
     "Yield `(name, object)` for what an object refers to"
     k = kind(o)
     if isinstance(o, tuple): yield from enumerate(o)
     if k in (CONSTANT,STATE,OPAQUE):
-        names = ' '.join(names for cls,names in _PARTS.items() if isinstance(o, cls)).split()
-        yield from ((('part',name), getattr(o, name)) for name in names)
+        yield from ((('part',name), v) for name,v in parts_of(o).items())
     if isinstance(o, weakref.ref): yield 'ref',o()
     if isinstance(o, types.FunctionType):
         yield from ((('variable',k), c) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()))

@@ -501,40 +501,39 @@ def _(image, pickler):
     return tuple(reduced)
 
 # %% ../../nbs/payload/090_reducers.ipynb #5198ff40
-def function_variables(f):
-    """Return `{(kind, name): value}` of the variables that a function uses. `kind` is 'cell' (a
-    variable of an enclosing function), 'global' or 'default': a default value, the name of which is
-    that of its argument, or the position in `__defaults__`"""
+# What objects of Python itself refer to: names of attributes
+_PARTS = {types.MethodType: '__self__ __func__', types.BuiltinFunctionType: '__self__',
+          staticmethod: '__func__', classmethod: '__func__', property: 'fget fset fdel',
+          partial: 'func args keywords'}
+
+def parts_of(o):
+    "Return `{name: object}` of the objects of which a method, property, partial or so is made"
+    names = [k for cls,words in _PARTS.items() if isinstance(o, cls) for k in words.split()]
+    return {k:v for k in names if (v := getattr(o, k)) is not None}
+
+def _variables(f):
+    "Yield what `referents` returns for a function: all that its code refers to"
     code = f.__code__
-    found = {}
     for k,cell in zip(code.co_freevars, f.__closure__ or ()):
         with suppress(ValueError):       # an empty cell
-            found['cell',k] = cell.cell_contents
-    found |= {('global',k):f.__globals__[k] for k in global_names(code) if k in f.__globals__}
-    found |= {('default',i):v for i,v in enumerate(f.__defaults__ or ())}
-    return found | {('default',k):v for k,v in (f.__kwdefaults__ or {}).items()}
-
-_VARIABLE_TEMPLATES = {'cell':' (its variable {})', 'global':' (its global {})',
-                       'default':' (the default of an argument)'}
+            yield ' (its variable {})',k,cell.cell_contents
+    found = [k for k in global_names(code) if k in f.__globals__]
+    yield from ((' (its global {})', k, f.__globals__[k]) for k in found)
+    defaults = *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()
+    yield from ((' (the default of an argument)', '', v) for v in defaults)
 
 def referents(o):
     """Return `(template, name, referent)` for each object that `o` refers to.
     `template.format(name)` is the code or the words that lead from `o` to it, such as `.model`"""
     if isinstance(o, dict): return [('[{!r}]',k,v) for k,v in o.items()]
     if isinstance(o, (list,tuple,set,frozenset)): return [('[{}]',i,v) for i,v in enumerate(o)]
-    if isinstance(o, partial): return _attributes(o, 'func', 'args', 'keywords')
-    if isinstance(o, types.MethodType): return _attributes(o, '__self__', '__func__')
+    if parts := parts_of(o): return [('.{}',k,v) for k,v in parts.items()]
     is_function = isinstance(o, (types.FunctionType,functools._lru_cache_wrapper))
     if is_function and (call := decoration(o)): return [('.__wrapped__', '', call[1])]
-    if isinstance(o, types.FunctionType):
-        return [(_VARIABLE_TEMPLATES[kind],k,v) for (kind,k),v in function_variables(o).items()]
-    if isinstance(o, (staticmethod,classmethod)): return [('', '', o.__func__)]
-    if isinstance(o, property): return [('', '', f) for f in (o.fget, o.fset, o.fdel) if f]
+    if isinstance(o, types.FunctionType): return [*_variables(o)]
+    attrs = getattr(o, '__dict__', None)
     if isinstance(o, type):
         left_out = '__dict__','__weakref__','__module__','__doc__'
-        return [*(('.{}',k,v) for k,v in vars(o).items() if k not in left_out),
+        return [*(('.{}',k,v) for k,v in attrs.items() if k not in left_out),
                 *((', its base {}',b.__qualname__,b) for b in o.__bases__)]
-    attrs = getattr(o, '__dict__', None)
     return [('.{}',k,v) for k,v in attrs.items()] if isinstance(attrs, dict) else []
-
-def _attributes(o, *names): return [('.{}',k,getattr(o, k)) for k in names]
