@@ -2739,8 +2739,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastddp.payload.handles._begin': ('payload/handles.html#_begin', 'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._nothing': ( 'payload/handles.html#_nothing',
                                                                                'fastddp/payload/handles.py'),
-                                         'fastddp.payload.handles._open_hdf5': ( 'payload/handles.html#_open_hdf5',
-                                                                                 'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._open_lmdb': ( 'payload/handles.html#_open_lmdb',
                                                                                  'fastddp/payload/handles.py'),
                                          'fastddp.payload.handles._plain_iterator_attrs': ( 'payload/handles.html#_plain_iterator_attrs',

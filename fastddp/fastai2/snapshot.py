@@ -457,8 +457,7 @@ class SavedGraph(NamedTuple):
                 theirs.find(edges)
             # what one of them lacks, such as the state of an optimizer that hasn't trained, is
             # a part of its holder
-            for a,b in ((theirs, own), (own, theirs)):
-                a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
+            theirs.without([o for i,o in theirs.objects.items() if not _is_alike(i, theirs, own)])
             is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
             notes = Notes(theirs, left_out, is_empty=True)
             everything = dump_changes(notes, grads='all', skip=is_same)
@@ -477,7 +476,7 @@ def _storages_of(changes, places):
     return res
 
 def _is_alike(i, a, b):
-    "True if both graphs have the object number `i`, of the same class"
-    if i not in a.objects or i not in b.objects: return False
+    "True if both graphs have the object number `i` of the first one, of the same class"
+    if i not in b.objects: return False
     cls,other = type(a.objects[i]),type(b.objects[i])
     return cls is other or a.numbers.get(id(cls), cls) == b.numbers.get(id(other), other)

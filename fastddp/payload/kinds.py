@@ -17,7 +17,7 @@ from .buffers import original_of
 from .columns import LazyList, is_long
 from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
-from .reducers import is_named_by_library
+from .reducers import HOOKS, is_named_by_library
 from ..base.failure import is_user_file
 
 # %% ../../nbs/payload/106_kinds.ipynb #5cb3634e
@@ -255,8 +255,6 @@ def where(t):
     s = t.untyped_storage()
     return (s._cdata if s.nbytes() else 0, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
 
-_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'
-
 class Data:
     "The data of a tensor as a member: equal as long as it is the same place in the same storage"
     def __init__(self, t): self.data,self.where = t.detach(),where(t)
@@ -267,12 +265,12 @@ def _same(o): return o
 
 class Tensor(Attributes):
     def attrs(self, t):
-        res = dict(data=Data(t)) | {k:getattr(t, k, None) or None for k in _HOOKS}
+        res = dict(data=Data(t)) | {k:getattr(t, k, None) or None for k in HOOKS}
         return res | (dict(requires_grad=t.requires_grad) if t.is_leaf else {}) | attributes(t)
     def put(self, t, name, v):
         if name == 'data': t.data = getattr(v, 'data', v).to(t.device)
         elif name == 'requires_grad': t.is_leaf and t.requires_grad_(v)
-        elif name in _HOOKS: setattr(t, name, v)
+        elif name in HOOKS: setattr(t, name, v)
         else: super().put(t, name, v)
 
 # %% ../../nbs/payload/106_kinds.ipynb #70d470fb

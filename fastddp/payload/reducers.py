@@ -75,12 +75,12 @@ def _(tensor, pickler):
     return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
 
 ZEROS = 'zeros'         # in the place of a gradient of zeros
-_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
+HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
 
 def _gradient_and_hooks(t):
     """Return the gradient of a tensor, and its hooks. Zeros aren't the same as no gradient: fastai
     goes on decaying such a parameter when it is frozen"""
-    res = {k:hooks for k in _HOOKS if (hooks := getattr(t, k, None))}
+    res = {k:hooks for k in HOOKS if (hooks := getattr(t, k, None))}
     if t.grad is not None: res['grad'] = t.grad if t.grad.any() else ZEROS
     return res
 
@@ -265,7 +265,6 @@ def _(f, pickler):
     then by value, but without its globals: in the worker, the module has these"""
     if call := decoration(f): return _reduce_decorated(f, *call)
     if _seems_of_library(f):
-        pickler.definitions.append(f)
         return pickler._dynamic_function_reduce(f)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
@@ -360,13 +359,11 @@ def set_decorated(f, state):
 
 # %% ../../nbs/payload/090_reducers.ipynb #d255d57c
 @reduces(typing.NewType)
-def _(t, pickler):
-    if is_named_by_library(t): return NotImplemented
-    return typing.NewType, (t.__name__, t.__supertype__)
-
 @reduces(typing.ParamSpec)
 def _(t, pickler):
-    return NotImplemented if is_named_by_library(t) else (typing.ParamSpec, (t.__name__,))
+    if is_named_by_library(t): return NotImplemented
+    of = [t.__supertype__] if type(t) is typing.NewType else []
+    return type(t), (t.__name__, *of)
 
 # %% ../../nbs/payload/090_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)

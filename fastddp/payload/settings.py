@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08003
-import operator, pickle, sys, types
+import pickle, sys, types
 from contextlib import suppress
 from enum import EnumMeta
 
 import numpy as np, torch
 
 from .kinds import is_equal, is_own_module, is_value, kind
-from .patches import FLAGS, _this_process
+from .patches import FLAGS, _owner, _this_process
 from .pickling import dump
 from .reducers import reduces
 
@@ -110,9 +110,7 @@ def set_library_settings(rows # What `library_settings` returned
     "Set those that differ"
     for module,cls,values in rows:
         # a class that a function has made can't be found by its name
-        with suppress(AttributeError, KeyError):
-            owner = sys.modules[module]
-            set_settings(operator.attrgetter(cls)(owner) if cls else owner, values)
+        with suppress(AttributeError, ImportError): set_settings(_owner(module, cls), values)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800c
 def own_modules(named # Classes, functions and modules
