@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/payload/108_notes.ipynb #d8cf3749
 import io, operator, types
 from collections import defaultdict
+from contextlib import contextmanager
 from itertools import chain
 from typing import NamedTuple
 
@@ -15,9 +16,9 @@ import torch
 from torch import nn
 
 from fastddp.payload.kinds import (
-    CONSTANT, DICT, OPAQUE, TENSOR, Data, Whole, has_storage, is_equal, is_value, kind,
+    CLASS, CONSTANT, DICT, OPAQUE, TENSOR, Data, Whole, has_storage, is_equal, is_value, kind,
     memory_token, named)
-from .pickling import RankPickler, memory_of
+from .pickling import RankPickler, memory_of, sent_classes
 from .places import Places
 from .reducers import ZEROS
 
@@ -278,3 +279,12 @@ class Kept:
             if only_held: old,added = {k:v for k,v in old.items() if v is not None},()
             if items is not None: items = self._wholes.get(i, note.items)
             notes.kinds[i].write(notes.places.objects[i], old, added, items)
+
+# %% ../../nbs/payload/108_notes.ipynb #abd72877
+@contextmanager
+def restoring_sent_classes():
+    "Restore the attributes of classes of cells that this process has sent, at the end"
+    before = [(cls, CLASS.attrs(cls)) for cls in sent_classes]
+    try: yield
+    finally:
+        for cls,attrs in before: CLASS.write(cls, attrs, CLASS.attrs(cls).keys()-attrs, None)

@@ -94,9 +94,9 @@ class Places:
             try: here = dict(members(self.objects[i]))
             except Exception: continue
             for name,j in wanted:
-                v = here.get(name, self)
+                v = here.get(name)
                 is_known = j in self.objects or id(v) in self.numbers
-                if v is self or is_known or kind(v) is None: continue
+                if is_known or kind(v) is None: continue
                 self._add(j, v)
                 todo.append(j)
         return self
