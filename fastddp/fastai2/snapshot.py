@@ -425,8 +425,8 @@ class SavedGraph(NamedTuple):
         with _without_last_loop(learn, None):
             root = root_of(learn, cbs)
             if places is None: places = Places(root, left_out).walk()
-            data = {id(o):('data',places.numbers[id(o)]) for o in _datasets(learn)
-                    if id(o) in places.numbers}
+            numbers = places.numbers
+            data = {id(o):numbers[id(o)] for o in _datasets(learn) if id(o) in numbers}
             settings = Settings()
             obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state())
             blank = _storages_of(changes, places) if changes is not None else ()
@@ -443,11 +443,11 @@ class SavedGraph(NamedTuple):
     def restore(self, learn, cbs):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
-        data = {('data',i):o for i,o in Places(root_of(learn, cbs)).find(edges).objects.items()}
+        known = Places(root_of(learn, cbs)).find(edges).objects
         home = home_of(learn)
         # where tensors go that the learner lacks
         device = home if is_accelerator(home) else None
-        obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=data, home={},
+        obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=known, home={},
                    apart=True)
         with _callbacks_of(obj['root'][0], learn):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]

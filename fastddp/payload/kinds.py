@@ -249,15 +249,14 @@ def has_storage(t):
     return (t.layout is torch.strided and t.device.type != 'meta' and not t.is_quantized
             and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
-def where(t):
-    "Return what tells whether a tensor's data are still at the same place"
-    if not has_storage(t): return None
-    s = t.untyped_storage()
-    return (s._cdata if s.nbytes() else 0, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
-
 class Data:
     "The data of a tensor as a member: equal as long as it is the same place in the same storage"
-    def __init__(self, t): self.data,self.where = t.detach(),where(t)
+    def __init__(self, t):
+        self.data,self.where = t.detach(),None
+        if not has_storage(t): return
+        s = t.untyped_storage()
+        address = s._cdata if s.nbytes() else 0
+        self.where = address, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
     def __eq__(self, o): return isinstance(o, Data) and self.where == o.where is not None
     def __reduce__(self): return _same, (self.data,)
 
@@ -339,7 +338,10 @@ class Identities(list):
     def __ne__(self, o): return not self == o
 
 # %% ../../nbs/payload/106_kinds.ipynb #d9b5ebc0
-def _reduced(o): return o.__reduce_ex__(4)
+def _reduced(o):
+    "Return what an object is pickled as, a tuple or a name; () if it refuses"
+    try: return o.__reduce_ex__(4)
+    except Exception: return ()
 
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE,SCRIPT = Class(),Module(),Script()
@@ -406,15 +408,13 @@ def _reduces_itself(cls):
 def _is_settable(o):
     "True for an object of C that pickles a state, and has a method that sets it"
     if not hasattr(o, '__setstate__') or type(o).__module__ == 'itertools': return False
-    try: made = _reduced(o)
-    except Exception: return False
-    return len(made) > 2 and made[2] is not None
+    made = _reduced(o)
+    return type(made) is tuple and len(made) > 2 and made[2] is not None
 
 def _is_by_name(o):
     "True for an object that a call of plain values finds in each process, such as a logger"
     if not _reduces_itself(type(o)): return False
-    try: made = _reduced(o)
-    except Exception: return False
+    made = _reduced(o)
     if isinstance(made, str): return True
-    is_found = not isinstance(made[0], type) and made[0] is not copyreg._reconstructor
-    return len(made) == 2 and is_found and all(map(is_value, made[1]))
+    if len(made) != 2 or made[0] is copyreg._reconstructor: return False
+    return not isinstance(made[0], type) and all(map(is_value, made[1]))
