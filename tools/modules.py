@@ -29,6 +29,7 @@ TESTS = {
     'payload/sending': 'test_refusals.py', 'payload/models': 'comes_back/test_torch_models.py',
     'payload/state': 'comes_back/test_comes_back.py', 'payload/kinds': 'payload/test_one_graph.py',
     'payload/places': 'payload/test_one_graph.py', 'payload/changes': 'comes_back/test_objects.py',
+    'payload/notes': 'payload/test_kept.py',
     'output': 'output/test_capture.py',
     'output/streams': 'output/test_forks.py',
     'launch/background': 'launch/test_background.py',

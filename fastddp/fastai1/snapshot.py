@@ -15,8 +15,9 @@ from .loaders import (
     old_numpy, own_loader, pickle_preloaders, set_text_order, text_order, torch_dl)
 from ..launch.callback_code import sent_with_less
 from ..launch.training import is_ours, keep_weights, new_tensors, warn_of_lost
-from ..payload.changes import LEFT_OUT, Kept, Notes, apply as apply_changes
+from ..payload.changes import apply as apply_changes, dump_changes
 from ..payload.kinds import per_class
+from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.state import hooks_of, move_opt_state
@@ -130,13 +131,13 @@ class Changes:
         self.notes = Notes(Places(root_of(obj)).find(obj['edges']), left_out, _of_user)
     def capture(self,
                 rng, # State of the `CommonRNG` for the notebook to continue with
-                # As of `Notes.dump`. 'none' after an interrupt, which may come within a step
+                # As of `dump_changes`. 'none' after an interrupt, which may come within a step
                 grads='all'
     ):
         "Return all that the job has changed, as a `Payload` for `apply`"
         extra = dict(rng=rng, texts=text_order(self.learn.data.train_dl),
                      new_tensors=new_tensors(self.learn.model, self.notes.places))
-        return self.notes.dump(extra, grads=grads)
+        return dump_changes(self.notes, extra, grads)
 
 # %% ../../nbs/fastai1/801_snapshot.ipynb #254d6a35
 def apply(learn,

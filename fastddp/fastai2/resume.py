@@ -20,7 +20,8 @@ from ..base.errors import CantDistribute
 from ..base.scoped import with_context
 from .events import OurCallback
 from .snapshot import SavedGraph, left_out, named_parts
-from ..payload.changes import Kept, overwrite, read_bytes
+from ..payload.changes import overwrite, read_bytes
+from ..payload.notes import Kept
 from ..payload.pickling import dump, load
 from ..payload.pieces import first_whole, write_pieces
 from ..payload.state import model_tensors

@@ -28,8 +28,9 @@ from ..launch.callback_code import sent_with_less, without_remade
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
-from ..payload.changes import Kept, LEFT_OUT, Notes, apply as apply_changes, read_bytes
+from ..payload.changes import apply as apply_changes, dump_changes, read_bytes
 from ..payload.kinds import attributes, per_class
+from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import deep_copy, dump, load, private_copy
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
@@ -281,7 +282,7 @@ class Changes:
     def capture(self,
         rng, # The state of the random streams that all ranks have in common
         weights=True, # False after a validation
-        grads='zeros', # As of `Notes.dump`: accumulated gradients are sent by a fit that left some
+        grads='zeros', # As of `dump_changes`: accumulated ones are sent by a fit that left some
         ended=True # False at the end of an epoch
     ):
         "Return all that the job has changed, as a `Payload` for `apply`."
@@ -290,7 +291,8 @@ class Changes:
         self.temporary = () if ended else [cb for cb in self.learn.cbs
                                            if not holds(self.cbs_at_start, cb)]
         new = new_tensors(self.learn.model, self.notes.places) if weights else {}
-        return self.notes.dump(dict(rng=rng, new_tensors=new), grads=grads if weights else None)
+        extra = dict(rng=rng, new_tensors=new)
+        return dump_changes(self.notes, extra, grads if weights else None)
 
 ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
 
@@ -385,8 +387,8 @@ class SavedGraph(NamedTuple):
         with _without_last_loop(learn, None):
             root = root_of(learn, cbs)
             if places is None: places = Places(root, left_out).walk()
-            data = {id(o):('data',places.numbers[id(o)]) for o in _datasets(learn)
-                    if id(o) in places.numbers}
+            numbers = places.numbers
+            data = {id(o):numbers[id(o)] for o in _datasets(learn) if id(o) in numbers}
             settings = Settings()
             obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state())
             blank = _storages_of(changes, places) if changes is not None else ()
@@ -404,11 +406,11 @@ class SavedGraph(NamedTuple):
     def restore(self, learn, cbs):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
-        data = {('data',i):o for i,o in Places(root_of(learn, cbs)).find(edges).objects.items()}
+        known = Places(root_of(learn, cbs)).find(edges).objects
         home = home_of(learn)
         # where tensors go that the learner lacks
         device = home if is_accelerator(home) else None
-        obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=data, home={},
+        obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=known, home={},
                    apart=True)
         with _callbacks_of(obj['root'][0], learn):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]
@@ -418,10 +420,10 @@ class SavedGraph(NamedTuple):
                 theirs.find(edges)
             # what one of them lacks, such as the state of an optimizer that hasn't trained, is
             # a part of its holder
-            for a,b in ((theirs, own), (own, theirs)):
-                a.without([o for i,o in a.objects.items() if not _is_alike(i, a, b)])
+            theirs.without([o for i,o in theirs.objects.items() if not _is_alike(i, theirs, own)])
             is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
-            everything = Notes(theirs, left_out, is_empty=True).dump(grads='all', skip=is_same)
+            notes = Notes(theirs, left_out, is_empty=True)
+            everything = dump_changes(notes, grads='all', skip=is_same)
             applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
             warn_of_lost(own, ROOT, applied)
             move_opt_state(learn.opt)
@@ -437,7 +439,7 @@ def _storages_of(changes, places):
     return res
 
 def _is_alike(i, a, b):
-    "True if both graphs have the object number `i`, of the same class"
-    if i not in a.objects or i not in b.objects: return False
+    "True if both graphs have the object number `i` of the first one, of the same class"
+    if i not in b.objects: return False
     cls,other = type(a.objects[i]),type(b.objects[i])
     return cls is other or a.numbers.get(id(cls), cls) == b.numbers.get(id(other), other)

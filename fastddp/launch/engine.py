@@ -17,7 +17,8 @@ from ..base.errors import short_traceback
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, Job, call
 from ..output.replay import print_line
-from ..payload.pickling import load, restoring_sent_classes
+from ..payload.notes import restoring_sent_classes
+from ..payload.pickling import load
 from ..process.helper import private_folder
 
 # %% ../../nbs/launch/502_engine.ipynb #e8bd1bb5

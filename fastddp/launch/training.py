@@ -20,7 +20,6 @@ from ..base.scoped import environment
 from .callback_code import remade_by, remade_in_learner
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
-from ..payload.changes import OF_KEY
 from ..payload.reducers import reduces
 from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
@@ -170,9 +169,7 @@ def _words_of_lost(places, root, lost):
     for i,name,error in lost:
         holders = [*places.holders(i)]
         if any(is_kind(o, RANK0_ONLY) for o in holders) or _is_remade(places, i, name): continue
-        attr = '' if name is None else f'[{name.key!r}]' if isinstance(name, OF_KEY) else \
-            f" (its {' '.join(map(str, name))})" if type(name) is tuple else f'.{name}'
-        yield f"{places.path(i, root)}{attr} ({' '.join(error.split())})"
+        yield f"{places.path(i, root, name)} ({' '.join(error.split())})"
 
 def warn_of_lost(
     places, # The notebook's `Places`

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/100_handles.ipynb #bb416e5c
-import gc, os, threading, uuid, warnings, weakref
+import gc, operator, os, threading, uuid, warnings, weakref
 
 import torch
 from torch.utils.data import DataLoader
@@ -122,15 +122,12 @@ def flush_writers():
 def _reduce_hdf5(file, pickler):
     if not file: return type(None), ()      # it is closed
     if file.mode != 'r': raise Refused(file, _NOT_READ_ONLY.format(file.filename))
-    return _open_hdf5, (os.path.abspath(file.filename), file.driver)
-
-def _open_hdf5(path, driver):
-    import h5py
-    return h5py.File(path, 'r', driver=None if driver == 'sec2' else driver)
+    driver = None if file.driver == 'sec2' else file.driver
+    return type(file), (os.path.abspath(file.filename), 'r', driver)
 
 def _reduce_hdf5_object(o, pickler):
     "Reduce a group or data set of a file"
-    return type(o.file).__getitem__, (o.file, o.name)
+    return operator.getitem, (o.file, o.name)
 
 _environments = weakref.WeakValueDictionary()   # path -> LMDB's object, which a process opens once
 

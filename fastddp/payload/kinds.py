@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_kinds.ipynb #50ea6661
-import array, collections, copyreg, ctypes, datetime, decimal, enum, fractions, functools, pathlib
-import re, sys, types, uuid, weakref, zlib
+import array, collections, copyreg, ctypes, datetime, decimal, enum, fractions, functools
+import operator, pathlib, re, sys, types, uuid, weakref, zlib
 from collections import OrderedDict, defaultdict, deque
 
 import numpy as np, torch
@@ -17,7 +17,7 @@ from .buffers import original_of
 from .columns import LazyList, is_long
 from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
-from .reducers import is_named_by_library
+from .reducers import HOOKS, is_named_by_library
 from ..base.failure import is_user_file
 
 # %% ../../nbs/payload/106_kinds.ipynb #5cb3634e
@@ -33,7 +33,7 @@ def is_equal(a, b):
     "Return True if two values can't be told apart: not 1 and True, nor 0. and -0."
     if type(a) is not type(b): return False
     if type(a) is tuple: return len(a) == len(b) and all(map(is_equal, a, b))
-    if not is_value(a): return a is b
+    if not is_value(a): return a is b or type(a) is Data and a == b
     return a is b or str(a) == str(b) if isinstance(a, (float,complex,np.generic)) else a == b
 
 def per_class(fn):
@@ -50,33 +50,55 @@ def attributes(o):
     "Return the attributes and slots of any object, by name"
     found = getattr(o, '__dict__', None)
     res = dict(found) if isinstance(found, dict) else {}
-    for k in copyreg._slotnames(type(o)) or ():
+    for k in _slots(o):
         # not `getattr`, which a class may override
         try: res[k] = object.__getattribute__(o, k)
         except AttributeError: pass
     return res
 
-def set_attributes(o, new, gone=()):
-    "Set attributes and slots by name, and delete others"
-    slots = copyreg._slotnames(type(o)) or ()
-    for k,v in new.items():
-        if k in slots: object.__setattr__(o, k, v)
-        else: o.__dict__[k] = v
-    for k in gone:
-        if k not in slots: o.__dict__.pop(k, None)
-        elif hasattr(o, k): object.__delattr__(o, k)
-
-class Attributes:
-    "Any object with attributes and slots. Its class is one: parametrizations change it"
+class Kind:
+    "How objects of one kind are read and written"
     is_hashed = False       # True: written last, when what its keys consist of is there
-    def attrs(self, o): return {**attributes(o), '__class__': type(o)}
-    def items(self, o): return None
+    def attrs(self, o):
+        "Return members by name"
+        return {}
+    def items(self, o):
+        "Return a list of items; of a dict with plain keys a copy; None if it has none"
+    def put(self, o, name, v):
+        "Set a member"
+        setattr(o, name, v)
+    def drop(self, o, name):
+        "Delete a member that is there"
+        delattr(o, name)
     def write(self, o, new, gone, items):
-        """Set attributes by name, delete those in `gone`, and have these items, if they aren't
-        None"""
-        new = dict(new)
-        if '__class__' in new: object.__setattr__(o, '__class__', new.pop('__class__'))
-        set_attributes(o, new, gone)
+        """Set members by name, delete those in `gone`, and have these items, if they aren't None.
+        Return `(name, exception)` for each that can't be set"""
+        failed = []
+        def attempt(name, change, *args):
+            try: change(o, *args)
+            except Exception as e: failed.append((name, e))
+        for name in gone: attempt(name, self.drop, name)
+        if items is not None: attempt(None, self.fill, items)
+        for name,v in new.items(): attempt(name, self.put, name, v)
+        return failed
+
+def named(attrs, items):
+    "Return members by name: attributes, and what a dict of plain keys holds under each of them"
+    if type(items) is not dict: return attrs
+    return attrs | {('key',k):v for k,v in items.items()}
+
+class Attributes(Kind):
+    "Any object with attributes and slots. Its class is one: parametrizations change it"
+    def attrs(self, o): return {'__class__': type(o), **attributes(o)}
+    def put(self, o, name, v):
+        # not `setattr`, which a class may override
+        if name == '__class__' or name in _slots(o): object.__setattr__(o, name, v)
+        else: o.__dict__[name] = v
+    def drop(self, o, name):
+        if name in _slots(o): object.__delattr__(o, name)
+        else: del o.__dict__[name]
+
+def _slots(o): return copyreg._slotnames(type(o)) or ()
 
 # %% ../../nbs/payload/106_kinds.ipynb #41a85b69
 _is_user_file = functools.cache(is_user_file)
@@ -97,28 +119,25 @@ def is_own(o):
     if o.__module__ == '__main__' or o.__module__ not in sys.modules: return True
     return is_own_module(sys.modules[o.__module__])
 
-class Function(Attributes):
+class Function(Kind):
     "A function, with those of its globals that its code names"
     def attrs(self, f):
         names = global_names(f.__code__) if is_own(f) else ()
         of_code = {('global',k):f.__globals__[k] for k in names if k in f.__globals__}
         return {**vars(f), **of_code, '__defaults__':f.__defaults__,
                 '__kwdefaults__':f.__kwdefaults__}
-    def write(self, f, new, gone, items):
-        for k,v in new.items():
-            if type(k) is tuple: f.__globals__[k[1]] = v
-            elif k in ('__defaults__','__kwdefaults__'): setattr(f, k, v)
-            else: vars(f)[k] = v
-        for k in gone: (f.__globals__.pop(k[1], None) if type(k) is tuple else vars(f).pop(k, None))
+    def put(self, f, name, v):
+        if type(name) is tuple: f.__globals__[name[1]] = v
+        else: setattr(f, name, v)
+    def drop(self, f, name):
+        if type(name) is tuple: del f.__globals__[name[1]]
+        else: delattr(f, name)
 
-class Cell(Attributes):
+class Cell(Kind):
     "The cell of a closure: several functions may have one variable in common"
     def attrs(self, cell):
         try: return dict(cell_contents=cell.cell_contents)
         except ValueError: return {}        # it is empty
-    def write(self, cell, new, gone, items):
-        if new: cell.cell_contents = new['cell_contents']
-        elif gone: del cell.cell_contents
 
 # %% ../../nbs/payload/106_kinds.ipynb #8c445baf
 # What Python sets on a class
@@ -127,14 +146,13 @@ _OF_PYTHON = {'__dict__','__weakref__','__slotnames__','__module__','__doc__','_
               '__annotations__','__annotate__','__annotations_cache__','__parameters__'}
 _DESCRIPTORS = types.MemberDescriptorType, types.GetSetDescriptorType
 
-class Class(Attributes):
+class Class(Kind):
     "A class of the user's"
     def attrs(self, cls):
         return {k:v for k,v in vars(cls).items()
                 if k not in _OF_PYTHON and not isinstance(v, _DESCRIPTORS)}
-    def write(self, cls, new, gone, items):
-        for k,v in new.items(): type.__setattr__(cls, k, v)
-        for k in gone: k in vars(cls) and type.__delattr__(cls, k)
+    def put(self, cls, name, v): type.__setattr__(cls, name, v)
+    def drop(self, cls, name): type.__delattr__(cls, name)
 
 @functools.lru_cache(10_000)
 def _libraries_with(name, n_modules):
@@ -146,14 +164,11 @@ def _is_imported(name, v):
     "True for an object that a module has from a library, where it has the same name"
     return any(o.get(name) is v for o in _libraries_with(name, len(sys.modules)))
 
-class Module(Attributes):
+class Module(Kind):
     "The variables of a module of the user's"
     def attrs(self, module):
         return {k:v for k,v in vars(module).items() if not k.startswith('__')
                 and (is_value(v) or kind(v) is None or not _is_imported(k, v))}
-    def write(self, module, new, gone, items):
-        vars(module).update(new)
-        for k in gone: vars(module).pop(k, None)
 
 # %% ../../nbs/payload/106_kinds.ipynb #76d042dd
 _WEAK_DICTS = weakref.WeakKeyDictionary, weakref.WeakValueDictionary
@@ -166,27 +181,31 @@ def _own_attributes(o, plain):
     return {} if type(o) in plain or isinstance(o, _WEAK) else attributes(o)
 
 class Dict(Attributes):
-    "A dict: its items are pairs"
+    "A dict. What a plain key holds is a member of the name `('key', k)`"
     is_hashed = True
-    plain = dict, OrderedDict
     def attrs(self, o):
         more = dict(default_factory=o.default_factory) if isinstance(o, defaultdict) else {}
         return _own_attributes(o, (dict,OrderedDict,defaultdict)) | more
-    def items(self, o): return [*_builtin(o, OrderedDict, dict, *_WEAK_DICTS).items(o)]
-    def write(self, o, new, gone, items):
-        """Items are a list of all pairs, or if all keys are plain, `(pairs that changed, keys that
-        are gone)`"""
-        base = _builtin(o, OrderedDict, dict, *_WEAK_DICTS)
-        if isinstance(items, list):
-            base.clear(o)       # a key's hash may be another one now
-            for k,v in items: base.__setitem__(o, k, v)
-        elif items is not None:
-            for k in items[1]: base.pop(o, k, None)
-            for k,v in items[0]: base.__setitem__(o, k, v)
-        new = dict(new)
-        if 'default_factory' in new and isinstance(o, defaultdict):
-            o.default_factory = new.pop('default_factory')
-        set_attributes(o, new, gone)
+    def items(self, o):
+        "Return a copy of a dict of plain keys; of others a list of all keys, then of all values"
+        pairs = [*_base_of_dict(o).items(o)]
+        keys = [key for key,_ in pairs]
+        if PLAIN.issuperset(map(type, keys)) or all(map(is_value, keys)): return dict(pairs)
+        return [*keys, *(v for _,v in pairs)]
+    def put(self, o, name, v):
+        if type(name) is tuple: _base_of_dict(o).__setitem__(o, name[1], v)
+        elif name == 'default_factory' and isinstance(o, defaultdict): o.default_factory = v
+        else: super().put(o, name, v)
+    def drop(self, o, name):
+        if type(name) is tuple: _base_of_dict(o).pop(o, name[1])
+        else: super().drop(o, name)
+    def fill(self, o, items):
+        n,base = len(items)//2,_base_of_dict(o)
+        base.clear(o)       # a key's hash may be another one now
+        pairs = items.items() if type(items) is dict else zip(items[:n], items[n:])
+        for k,v in pairs: base.__setitem__(o, k, v)
+
+def _base_of_dict(o): return _builtin(o, OrderedDict, dict, *_WEAK_DICTS)
 
 class Sequence(Attributes):
     "A list, or an array of objects"
@@ -194,39 +213,35 @@ class Sequence(Attributes):
     def items(self, o):
         if isinstance(o, np.ndarray): return o.reshape(-1).tolist()
         return [*_builtin(o, list, deque, bytearray, array.array).__iter__(o)]
-    def write(self, o, new, gone, items):
-        if items is not None: self._put(o, items)
-        set_attributes(o, new, gone)
-    def _put(self, o, items):
+    def fill(self, o, items):
         if isinstance(o, np.ndarray):
             for i,v in enumerate(items): o.flat[i] = v
-        elif isinstance(o, deque):
-            deque.clear(o)
-            deque.extend(o, items)
         elif isinstance(o, array.array): o[:] = array.array(o.typecode, items)
-        else: _builtin(o, list, bytearray).__setitem__(o, slice(None), items)
+        else:
+            base = _builtin(o, list, deque, bytearray)
+            base.clear(o)
+            base.extend(o, items)
 
 class Set(Sequence):
     "A set: its items have no place of their own, they are compared by their pickle"
     is_hashed = True
     def items(self, o): return [*_builtin(o, set, weakref.WeakSet).__iter__(o)]
-    def _put(self, o, items):
+    def fill(self, o, items):
         base = _builtin(o, set, weakref.WeakSet)
         base.clear(o)
-        for v in items: base.add(o, v)
+        base.update(o, items)
 
 # %% ../../nbs/payload/106_kinds.ipynb #e64720ca
-class Script(Attributes):
+class Script(Kind):
     "A TorchScript module"
     def attrs(self, o):
         tensors = {k:v for k,v in script_attributes(o).items() if isinstance(v, torch.Tensor)}
         parts = {('module',k):v for k,v in o.named_children()}
         return script_values(o) | tensors | parts | dict(training=o.training)
-    def write(self, o, new, gone, items):
-        for k,v in new.items():
-            if k == 'training': o.train(v) if not [*o.children()] else setattr(o, k, v)
-            elif type(k) is str: set_script_value(o, k, v)
-        for k in gone: type(k) is str and vars(o).pop(k, None)
+    def put(self, o, name, v):
+        if name == 'training': o.train(v) if not [*o.children()] else setattr(o, name, v)
+        elif type(name) is str: set_script_value(o, name, v)
+    def drop(self, o, name): vars(o).pop(name, None)
 
 # %% ../../nbs/payload/106_kinds.ipynb #52ab3d4b
 def has_storage(t):
@@ -234,17 +249,14 @@ def has_storage(t):
     return (t.layout is torch.strided and t.device.type != 'meta' and not t.is_quantized
             and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
-def where(t):
-    "Return what tells whether a tensor's data are still at the same place"
-    if not has_storage(t): return None
-    s = t.untyped_storage()
-    return (s._cdata if s.nbytes() else 0, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
-
-_HOOKS = '_backward_hooks', '_post_accumulate_grad_hooks'
-
 class Data:
     "The data of a tensor as a member: equal as long as it is the same place in the same storage"
-    def __init__(self, t): self.data,self.where = t.detach(),where(t)
+    def __init__(self, t):
+        self.data,self.where = t.detach(),None
+        if not has_storage(t): return
+        s = t.untyped_storage()
+        address = s._cdata if s.nbytes() else 0
+        self.where = address, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
     def __eq__(self, o): return isinstance(o, Data) and self.where == o.where is not None
     def __reduce__(self): return _same, (self.data,)
 
@@ -252,20 +264,13 @@ def _same(o): return o
 
 class Tensor(Attributes):
     def attrs(self, t):
-        res = attributes(t) | {k:getattr(t, k, None) or None for k in _HOOKS}
-        res['data'] = Data(t)
-        if t.is_leaf: res |= dict(requires_grad=t.requires_grad)
-        return res
-    def write(self, t, new, gone, items):
-        new = dict(new)
-        with torch.no_grad():
-            data = new.pop('data', None)
-            if data is not None: t.data = getattr(data, 'data', data).to(t.device)
-        if (requires := new.pop('requires_grad', None)) is not None and t.is_leaf:
-            t.requires_grad_(requires)
-        for k in _HOOKS:
-            if k in new: setattr(t, k, new.pop(k))
-        set_attributes(t, new, gone)
+        res = dict(data=Data(t)) | {k:getattr(t, k, None) or None for k in HOOKS}
+        return res | (dict(requires_grad=t.requires_grad) if t.is_leaf else {}) | attributes(t)
+    def put(self, t, name, v):
+        if name == 'data': t.data = getattr(v, 'data', v).to(t.device)
+        elif name == 'requires_grad': t.is_leaf and t.requires_grad_(v)
+        elif name in HOOKS: setattr(t, name, v)
+        else: super().put(t, name, v)
 
 # %% ../../nbs/payload/106_kinds.ipynb #70d470fb
 _MAX_HASHED = 2**27     # bytes; of a larger piece of memory of its own some thousand are compared
@@ -280,19 +285,16 @@ def memory_token(address, nbytes):
     if nbytes <= _MAX_HASHED: return zlib.crc32(data)
     return hash(np.frombuffer(data, np.uint8)[::nbytes//4096].tobytes())
 
-class Whole:
-    "An object that is compared by a token, and sent as a whole"
-    is_hashed = False
+class Whole(Kind):
+    "Objects that are compared by a token; all that they hold is one item, which isn't `o` itself"
     def token(self, o): "Return what differs once the object has changed; None: ask its pickle"
-    def whole(self, o): "Return what is sent, which isn't `o` itself"
-    def write(self, o, new): "Put what `whole` returned in another process into `o`"
 
 class Array(Whole):
     def token(self, o):
         whole = o if o.flags.c_contiguous or o.flags.f_contiguous else np.ascontiguousarray(o)
         return o.shape, memory_token(whole.__array_interface__['data'][0], whole.nbytes)
-    def whole(self, o): return np.array(o)
-    def write(self, o, new):
+    def items(self, o): return np.array(o)
+    def fill(self, o, new):
         if o.shape != new.shape: o.resize(new.shape, refcheck=False)
         o[...] = new
 
@@ -304,16 +306,16 @@ class Table(Whole):
     def _of_array(self, a):
         if not isinstance(a, np.ndarray): return None
         return Identities(a.ravel('K')) if a.dtype == object else ARRAY.token(a)
-    def whole(self, o): return o.__getstate__()
-    def write(self, o, new): o.__setstate__(new)
+    def items(self, o): return o.__getstate__()
+    def fill(self, o, new): o.__setstate__(new)
 
 class State(Whole):
     "A generator, a text in memory: it has a state in C, and a way to set it"
-    def whole(self, o):
+    def items(self, o):
         if isinstance(o, torch.Generator): return o.get_state()
         if isinstance(o, np.random.Generator): return o.bit_generator.state
         return _reduced(o)[2]
-    def write(self, o, new):
+    def fill(self, o, new):
         if isinstance(o, torch.Generator): o.set_state(new)
         elif isinstance(o, np.random.Generator): o.bit_generator.state = new
         else: o.__setstate__(new)
@@ -321,24 +323,25 @@ class State(Whole):
 class Lazy(Whole):
     "A list that makes its items from columns: changed once it keeps a list instead"
     def token(self, o): return type(o.source) is list
-    def whole(self, o): return list(o)
-    def write(self, o, new): o[:] = new
+    def items(self, o): return list(o)
+    def fill(self, o, new): o[:] = new
 
-class Long(Whole):
+class Long(Lazy):
     "A long list of data: the objects in it have no numbers, only their identity is compared"
     def token(self, o): return Identities(o)
-    def whole(self, o): return [*o]
-    def write(self, o, new): o[:] = new
 
 class Identities(list):
     "Some objects; equals others that are the very same ones"
-    def __eq__(self, o): return len(self) == len(o) and all(map(_is, self, o))
+    def __eq__(self, o):
+        if not isinstance(o, Identities) or len(self) != len(o): return False
+        return all(map(operator.is_, self, o))
     def __ne__(self, o): return not self == o
 
-def _is(a, b): return a is b
-
 # %% ../../nbs/payload/106_kinds.ipynb #d9b5ebc0
-def _reduced(o): return o.__reduce_ex__(4)
+def _reduced(o):
+    "Return what an object is pickled as, a tuple or a name; () if it refuses"
+    try: return o.__reduce_ex__(4)
+    except Exception: return ()
 
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE,SCRIPT = Class(),Module(),Script()
@@ -405,15 +408,13 @@ def _reduces_itself(cls):
 def _is_settable(o):
     "True for an object of C that pickles a state, and has a method that sets it"
     if not hasattr(o, '__setstate__') or type(o).__module__ == 'itertools': return False
-    try: made = _reduced(o)
-    except Exception: return False
-    return len(made) > 2 and made[2] is not None
+    made = _reduced(o)
+    return type(made) is tuple and len(made) > 2 and made[2] is not None
 
 def _is_by_name(o):
     "True for an object that a call of plain values finds in each process, such as a logger"
     if not _reduces_itself(type(o)): return False
-    try: made = _reduced(o)
-    except Exception: return False
+    made = _reduced(o)
     if isinstance(made, str): return True
-    is_found = not isinstance(made[0], type) and made[0] is not copyreg._reconstructor
-    return len(made) == 2 and is_found and all(map(is_value, made[1]))
+    if len(made) != 2 or made[0] is copyreg._reconstructor: return False
+    return not isinstance(made[0], type) and all(map(is_value, made[1]))

@@ -194,20 +194,18 @@ def _selectors():
 
 # %% ../../nbs/payload/105_patches.ipynb #28f6e64f
 # A search runs before each job. So it compares all attributes of a library at once, and keeps what
-# it found in a module or class until an attribute there is another object:
+# it found there until an attribute is another object:
 #
 #     collect_patches     calls the select function of each candidate, in each search
 #     _namespaces         looks for all modules and classes of the libraries. A class within a
 #                         class isn't searched; libraries have next to none
-#     _search             finds the candidates of one module or class, if it has changed
+#     _search             finds the candidates of one module or class
 class _Searched(NamedTuple):
-    "A module or class as the last search found it"
+    "A module or class as it was found"
     owner:object
     values:list         # Of its attributes
     candidates:list     # `(name, attribute)` of those that a select function is to look at
     classes:list        # `(path, class)` of the classes that it defines, if it is a module
-
-_searched = {}      # (module, path of a class or None) -> `_Searched`
 
 def _has_same(views, values):
     "True if `values` are those of all views. Lists ask `==` only of items that aren't one object"
@@ -215,12 +213,7 @@ def _has_same(views, values):
     except Exception: return False      # arrays have no truth value
 
 def _search(module, path, owner, selectors):
-    """Return the `_Searched` of a module or class, which is named by `module` and `path`: that of
-    the last search if it still has the very same attributes"""
-    last = _searched.get((module,path))
-    # That `selectors` may have more types than in the last search makes no difference: a type is
-    # imported before its objects
-    if last and last.owner is owner and _has_same([vars(owner).values()], last.values): return last
+    "Return the `_Searched` of a module or class, which is named by `module` and `path`"
     attrs = vars(owner).copy()
     # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves
     # them out here: to call it for each of 100,000 would take three times as long
@@ -237,8 +230,7 @@ def _search(module, path, owner, selectors):
     # a class that a function made can only be found by its name in the module
     classes = [(name if '<locals>' in v.__qualname__ else v.__qualname__, v)
                for name,v in attrs.items() if issubclass(type(v), type) and v.__module__ == module]
-    res = _searched[module,path] = _Searched(owner, [*attrs.values()], candidates, classes)
-    return res
+    return _Searched(owner, [*attrs.values()], candidates, classes)
 
 # %% ../../nbs/payload/105_patches.ipynb #25f33fb6
 # Of the kernel, of this package, and large ones in which cells set nothing
@@ -264,7 +256,7 @@ def _is_searched(module, file):
 class _Package(NamedTuple):
     "A library as the last search found it"
     modules:list        # `(name, module)`
-    keys:list           # Of its modules and classes in `_searched`
+    searched:dict       # (module, path of a class or None) -> `_Searched`
     candidates:list     # `(module, path, attribute, value)` of all these
     views:list          # Of the values of their attributes, which follow changes
     values:list         # All these values
@@ -272,7 +264,7 @@ class _Package(NamedTuple):
 _packages = {}      # name -> `_Package`
 
 def _namespaces(selectors):
-    "Bring `_searched` up to date with all modules of libraries and their classes, and return it"
+    "Bring `_packages` up to date with all modules of libraries and their classes, and return it"
     found = {}
     # a copy: another thread, or the garbage collector, may import a module meanwhile
     for name,module in sys.modules.copy().items():
@@ -281,18 +273,19 @@ def _namespaces(selectors):
             found.setdefault(name.partition('.')[0], []).append((name,module))
     for package in _packages.keys() | found:
         last,modules = _packages.get(package),found.get(package, [])
+        # that `selectors` may have more types than in the last search makes no difference: a type
+        # is imported before its objects
         if last and last.modules == modules and _has_same(last.views, last.values): continue
         now = {}        # key -> `_Searched`
         for name,module in modules:
             now[name,None] = _search(name, None, module, selectors)
             for path,cls in now[name,None].classes:
                 now[name,path] = _search(name, path, cls, selectors)
-        for key in set(last.keys if last else ()).difference(now): del _searched[key]
         views = [vars(o.owner).values() for o in now.values()]
         values = [*chain.from_iterable(o.values for o in now.values())]
         candidates = [(*key, *pair) for key,o in now.items() for pair in o.candidates]
-        _packages[package] = _Package(modules, [*now], candidates, views, values)
-    return _searched
+        _packages[package] = _Package(modules, now, candidates, views, values)
+    return _packages
 
 def _itself(v): return v
 
@@ -301,8 +294,8 @@ def collect_patches():
     selectors = _selectors()
     res = Patches()
     done = {}       # id -> attribute that needn't be looked at again; it keeps the id unique
-    _namespaces(selectors)
-    for module,path,name,v in [o for p in _packages.values() for o in p.candidates]:
+    found = [o for p in _namespaces(selectors).values() for o in p.candidates]
+    for module,path,name,v in found:
         if id(v) in done: continue
         # anew in each search: cells may have registered something meanwhile
         value = selectors.get(type(v), _itself)(v)
@@ -338,7 +331,7 @@ def make_marks():
     "In a fork of the helper: return the marks of all attributes and settings, as bytes"
     from fastddp.payload.pairs import as_text, read_settings
     attributes = {key: marshal.dumps({k:_mark(v) for k,v in vars(o.owner).copy().items()})
-                  for key,o in _namespaces(_selectors()).items()}
+                  for p in _namespaces(_selectors()).values() for key,o in p.searched.items()}
     return marshal.dumps(dict(attributes=attributes, settings=as_text(read_settings())))
 
 def marks_of_helper():
@@ -401,10 +394,10 @@ def changed_attributes(marks):
     for package,o in _packages.items():
         last = _differing.get(package)
         if not last or last[0] is not o or last[1] is not marks:
-            names = [(*key, name) for key in o.keys for name in _names(key, _searched[key], marks)]
+            names = [(*key, k) for key,s in o.searched.items() for k in _names(key, s, marks)]
             last = _differing[package] = o,marks,names
         for module,path,name in last[2]:
-            owner = _searched[module,path].owner
+            owner = o.searched[module,path].owner
             if (id(owner),name) in done: continue       # a module may have two names
             done.add((id(owner),name))
             data = _dumped(vars(owner).get(name))

@@ -147,7 +147,7 @@ def dump(
                 memo[id(long_list)] = place,long_list
             p.memo = memo
         p.dump(obj)
-    _sent_classes.update(o for o in p.definitions if isinstance(o, type))
+    sent_classes.update(o for o in p.definitions if isinstance(o, type))
     return Payload(stream.getvalue(), buffers)
 
 @contextmanager
@@ -165,7 +165,7 @@ def memory_of(buffer):
     # not a view of a view: Python 3.11 crashes when it collects a cycle that contains one
     return (raw.obj if isinstance(raw.obj, memoryview) and raw.obj.c_contiguous else raw).cast('B')
 
-_sent_classes = weakref.WeakSet()       # of cells: those that this process has sent
+sent_classes = weakref.WeakSet()       # of cells: those that this process has sent
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656907
 class _Globals(dict):
@@ -176,27 +176,19 @@ class _Globals(dict):
     def __missing__(self, k): return self._home[k]      # Python asks it, since this isn't a `dict`
 
 # %% ../../nbs/payload/102_pickling.ipynb #703c10a5
-@contextmanager
-def _without_init_subclass(bases):
-    "Inside, Python doesn't call the `__init_subclass__` that a class with these bases inherits"
-    owners = (c for b in bases for c in b.__mro__
-              if c is not object and '__init_subclass__' in vars(c))
-    owner = next(owners, None)
-    if owner is None:
-        yield
-        return
-    before = vars(owner)['__init_subclass__']
-    owner.__init_subclass__ = classmethod(lambda cls: None)
-    try: yield
-    finally: owner.__init_subclass__ = before
-
 def _make_class(meta, name, bases, *args):
     """As `cloudpickle._make_skeleton_class`. Keywords of the class aren't pickled, but what they
-    have set is. Without them `__init_subclass__` may fail"""
+    have set is. Without them an inherited `__init_subclass__` may fail: then it isn't called"""
     make = partial(cloudpickle._make_skeleton_class, meta, name, bases, *args)
     try: return make()
     except TypeError:
-        with _without_init_subclass(bases): return make()
+        owners = [c for b in bases for c in b.__mro__
+                  if c is not object and '__init_subclass__' in vars(c)]
+        if not owners: raise
+    before = vars(owners[0])['__init_subclass__']
+    owners[0].__init_subclass__ = classmethod(lambda cls: None)
+    try: return make()
+    finally: owners[0].__init_subclass__ = before
 
 # %% ../../nbs/payload/102_pickling.ipynb #5c32a774
 _defined = {}       # name -> the function or class that a payload has defined in its `home`
@@ -239,7 +231,7 @@ class CellLoader:
         if self.define: _define(self.home, f)
     def set_class_state(self, cls, state):
         # this is the notebook, and `cls` is its own class
-        if self.home is None and cls in _sent_classes: return
+        if self.home is None and cls in sent_classes: return
         main = sys.modules['__main__']
         if self.keep_classes and getattr(main, cls.__qualname__, None) is cls: return
         cloudpickle._class_setstate(cls, state)
@@ -264,8 +256,9 @@ def _subimport(module):
     return _noting_import(module, lambda: cloudpickle.subimport(module))
 
 # %% ../../nbs/payload/102_pickling.ipynb #057b66da
-class Unpickler(pickle.Unpickler):
-    "Reads the stream of a `Pickler`; the arguments are those of `load`"
+class Reads:
+    "What an unpickler needs to read the stream of a `Pickler`; the arguments are those of `load`"
+    error = None        # A subclass may note one, and go on
     def __init__(self, file, buffers, device, back, known, cells):
         super().__init__(file, buffers=buffers)
         self._known = known
@@ -282,8 +275,10 @@ class Unpickler(pickle.Unpickler):
     def persistent_load(self, key): return self._known[key]
     def find_class(self, module, name):
         "Called by pickle for each function or class that the stream names"
-        found = _noting_import(module, lambda: super(Unpickler, self).find_class(module, name))
+        found = _noting_import(module, lambda: super(Reads, self).find_class(module, name))
         return self._instead.get(id(found), found)
+
+class Unpickler(Reads, pickle.Unpickler): "Reads the stream of a `Pickler`"
 
 # %% ../../nbs/payload/102_pickling.ipynb #34656905
 def load(
@@ -305,19 +300,6 @@ def load(
         reader = Unpickler(io.BytesIO(meta), buffers, device, back, known, cells)
         reader.load()       # the stand-ins
         return reader.load()
-
-# %% ../../nbs/payload/102_pickling.ipynb #acb17157
-@contextmanager
-def restoring_sent_classes():
-    "Restore the attributes of `_sent_classes` at the end"
-    before = [(cls, dict(vars(cls))) for cls in _sent_classes]
-    try: yield
-    finally:
-        for cls,attrs in before:
-            for k in vars(cls).keys() - attrs: delattr(cls, k)
-            for k,v in attrs.items():
-                # in Python 3.13 and later, to set `__module__` removes `__firstlineno__`
-                if vars(cls).get(k) is not v: setattr(cls, k, v)
 
 # %% ../../nbs/payload/102_pickling.ipynb #a10000c2
 class _Copier(KnownPickler):

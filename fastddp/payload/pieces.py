@@ -10,7 +10,7 @@ import glob, hashlib, json, os, tempfile
 from pathlib import Path
 
 # %% ../../nbs/payload/112_pieces.ipynb #c21bac63
-_MAGIC = b'fastddp-pieces 1 '
+_MAGIC = b'fastddp-pieces 2 '
 
 def _digest(data): return hashlib.sha256(data).hexdigest()
 

@@ -6,44 +6,40 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_places.ipynb #29dd7ecf
-import functools, pickle, sys, types, weakref
+import pickle, sys, types, weakref
 from collections import deque
 
 import cloudpickle
 
 from .kinds import (
-    DICT, LONG, OPAQUE, SEQUENCE, STATE, attributes, is_own_module, is_value, kind)
+    CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind)
+from .reducers import parts_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 def members(o, left_out=frozenset()):
     "Yield `(name, object)` for what an object refers to"
     k = kind(o)
-    if k is LONG: return
-    if isinstance(o, (tuple,list,deque)): yield from enumerate(o)
-    if isinstance(o, types.MethodType): yield from (('self',o.__self__), ('func',o.__func__))
-    elif isinstance(o, types.BuiltinFunctionType): yield 'self',o.__self__
-    elif isinstance(o, weakref.ref): yield 'ref',o()
-    elif isinstance(o, (staticmethod,classmethod)): yield 'func',o.__func__
-    elif isinstance(o, property): yield from ((k, getattr(o, k)) for k in ('fget','fset','fdel'))
-    elif isinstance(o, functools.partial):
-        yield from ((('partial',k), getattr(o, k)) for k in ('func','args','keywords'))
+    if isinstance(o, tuple): yield from enumerate(o)
+    if k in (CONSTANT,STATE,OPAQUE):
+        yield from ((('part',name), v) for name,v in parts_of(o).items())
+    if isinstance(o, weakref.ref): yield 'ref',o()
     if isinstance(o, types.FunctionType):
         yield from ((('variable',k), c) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()))
     if isinstance(o, type): yield from ((('base',i), b) for i,b in enumerate(o.__bases__))
     if isinstance(o, (type,types.FunctionType)):
         module = sys.modules.get(o.__module__)
         if is_own_module(module): yield 'module',module
-    if not hasattr(k, 'attrs'):
-        if k in (STATE,OPAQUE): yield from attributes(o).items()
-        return
+    if k in (STATE,OPAQUE): yield from attributes(o).items()
+    if not isinstance(k, Kind) or isinstance(k, Whole): return
+    items = k.items(o) if k in (DICT,SEQUENCE) else None
     for name,v in k.attrs(o).items():
         if name not in left_out: yield name,v
-    if k is DICT:
-        for i,(key,v) in enumerate(k.items(o)):
-            if is_value(key): yield ('key',key),v
-            # entries of a weak one may be gone on the other side, so they have no position
-            elif isinstance(o, dict): yield from ((('key of',i), key), (('item',i), v))
-    elif k is SEQUENCE and not isinstance(o, (list,deque)): yield from enumerate(k.items(o))
+    if k is SEQUENCE: yield from enumerate(items)
+    elif type(items) is dict: yield from ((('key',key), v) for key,v in items.items())
+    # entries of a weak dict may be gone on the other side, so they have no position
+    elif type(items) is list and isinstance(o, dict):
+        n = len(items)//2
+        yield from ((('key of' if i < n else 'item', i % n), v) for i,v in enumerate(items))
 
 # %% ../../nbs/payload/107_places.ipynb #4ad6ca96
 _MAX_OBJECTS = 200_000      # what lies beyond is a part of its holder
@@ -98,9 +94,9 @@ class Places:
             try: here = dict(members(self.objects[i]))
             except Exception: continue
             for name,j in wanted:
-                v = here.get(name, self)
+                v = here.get(name)
                 is_known = j in self.objects or id(v) in self.numbers
-                if v is self or is_known or kind(v) is None: continue
+                if is_known or kind(v) is None: continue
                 self._add(j, v)
                 todo.append(j)
         return self
@@ -127,11 +123,12 @@ class Places:
                 if j: res.setdefault(j, (holder, name))
         return res
     def path(self, i,
-        root='object' # How the user calls the root; or a tuple: how its items are called
+        root='object', # How the user calls the root; or a tuple: how its items are called
+        name=None # Of a member of the object
     ):
-        "Return how a user finds the object number `i`, such as 'learn.tracker.seen'"
+        "Return how a user finds the object number `i`, such as 'learn.tracker.seen', or its member"
         holders = self._above()
-        words = []
+        words = [] if name is None else [_word(name)]
         while i in holders:
             i,name = holders[i]
             words.append(_word(name))

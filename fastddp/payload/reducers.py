@@ -75,12 +75,12 @@ def _(tensor, pickler):
     return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
 
 ZEROS = 'zeros'         # in the place of a gradient of zeros
-_HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
+HOOKS = '_backward_hooks','_post_accumulate_grad_hooks'
 
 def _gradient_and_hooks(t):
     """Return the gradient of a tensor, and its hooks. Zeros aren't the same as no gradient: fastai
     goes on decaying such a parameter when it is frozen"""
-    res = {k:hooks for k in _HOOKS if (hooks := getattr(t, k, None))}
+    res = {k:hooks for k in HOOKS if (hooks := getattr(t, k, None))}
     if t.grad is not None: res['grad'] = t.grad if t.grad.any() else ZEROS
     return res
 
@@ -265,7 +265,6 @@ def _(f, pickler):
     then by value, but without its globals: in the worker, the module has these"""
     if call := decoration(f): return _reduce_decorated(f, *call)
     if _seems_of_library(f):
-        pickler.definitions.append(f)
         return pickler._dynamic_function_reduce(f)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
     reduced = cloudpickle.Pickler.reducer_override(pickler, f)
@@ -360,13 +359,11 @@ def set_decorated(f, state):
 
 # %% ../../nbs/payload/090_reducers.ipynb #d255d57c
 @reduces(typing.NewType)
-def _(t, pickler):
-    if is_named_by_library(t): return NotImplemented
-    return typing.NewType, (t.__name__, t.__supertype__)
-
 @reduces(typing.ParamSpec)
 def _(t, pickler):
-    return NotImplemented if is_named_by_library(t) else (typing.ParamSpec, (t.__name__,))
+    if is_named_by_library(t): return NotImplemented
+    of = [t.__supertype__] if type(t) is typing.NewType else []
+    return type(t), (t.__name__, *of)
 
 # %% ../../nbs/payload/090_reducers.ipynb #35f362ea
 @reduces(_thread.LockType)
@@ -501,40 +498,39 @@ def _(image, pickler):
     return tuple(reduced)
 
 # %% ../../nbs/payload/090_reducers.ipynb #5198ff40
-def function_variables(f):
-    """Return `{(kind, name): value}` of the variables that a function uses. `kind` is 'cell' (a
-    variable of an enclosing function), 'global' or 'default': a default value, the name of which is
-    that of its argument, or the position in `__defaults__`"""
+# What objects of Python itself refer to: names of attributes
+_PARTS = {types.MethodType: '__self__ __func__', types.BuiltinFunctionType: '__self__',
+          staticmethod: '__func__', classmethod: '__func__', property: 'fget fset fdel',
+          partial: 'func args keywords'}
+
+def parts_of(o):
+    "Return `{name: object}` of the objects of which a method, property, partial or so is made"
+    names = [k for cls,words in _PARTS.items() if isinstance(o, cls) for k in words.split()]
+    return {k:v for k in names if (v := getattr(o, k)) is not None}
+
+def _variables(f):
+    "Yield what `referents` returns for a function: all that its code refers to"
     code = f.__code__
-    found = {}
     for k,cell in zip(code.co_freevars, f.__closure__ or ()):
         with suppress(ValueError):       # an empty cell
-            found['cell',k] = cell.cell_contents
-    found |= {('global',k):f.__globals__[k] for k in global_names(code) if k in f.__globals__}
-    found |= {('default',i):v for i,v in enumerate(f.__defaults__ or ())}
-    return found | {('default',k):v for k,v in (f.__kwdefaults__ or {}).items()}
-
-_VARIABLE_TEMPLATES = {'cell':' (its variable {})', 'global':' (its global {})',
-                       'default':' (the default of an argument)'}
+            yield ' (its variable {})',k,cell.cell_contents
+    found = [k for k in global_names(code) if k in f.__globals__]
+    yield from ((' (its global {})', k, f.__globals__[k]) for k in found)
+    defaults = *(f.__defaults__ or ()), *(f.__kwdefaults__ or {}).values()
+    yield from ((' (the default of an argument)', '', v) for v in defaults)
 
 def referents(o):
     """Return `(template, name, referent)` for each object that `o` refers to.
     `template.format(name)` is the code or the words that lead from `o` to it, such as `.model`"""
     if isinstance(o, dict): return [('[{!r}]',k,v) for k,v in o.items()]
     if isinstance(o, (list,tuple,set,frozenset)): return [('[{}]',i,v) for i,v in enumerate(o)]
-    if isinstance(o, partial): return _attributes(o, 'func', 'args', 'keywords')
-    if isinstance(o, types.MethodType): return _attributes(o, '__self__', '__func__')
+    if parts := parts_of(o): return [('.{}',k,v) for k,v in parts.items()]
     is_function = isinstance(o, (types.FunctionType,functools._lru_cache_wrapper))
     if is_function and (call := decoration(o)): return [('.__wrapped__', '', call[1])]
-    if isinstance(o, types.FunctionType):
-        return [(_VARIABLE_TEMPLATES[kind],k,v) for (kind,k),v in function_variables(o).items()]
-    if isinstance(o, (staticmethod,classmethod)): return [('', '', o.__func__)]
-    if isinstance(o, property): return [('', '', f) for f in (o.fget, o.fset, o.fdel) if f]
+    if isinstance(o, types.FunctionType): return [*_variables(o)]
+    attrs = getattr(o, '__dict__', None)
     if isinstance(o, type):
         left_out = '__dict__','__weakref__','__module__','__doc__'
-        return [*(('.{}',k,v) for k,v in vars(o).items() if k not in left_out),
+        return [*(('.{}',k,v) for k,v in attrs.items() if k not in left_out),
                 *((', its base {}',b.__qualname__,b) for b in o.__bases__)]
-    attrs = getattr(o, '__dict__', None)
     return [('.{}',k,v) for k,v in attrs.items()] if isinstance(attrs, dict) else []
-
-def _attributes(o, *names): return [('.{}',k,getattr(o, k)) for k in names]

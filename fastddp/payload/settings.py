@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08003
-import operator, sys, types
+import pickle, sys, types
 from contextlib import suppress
 from enum import EnumMeta
 
 import numpy as np, torch
 
-from .kinds import is_own_module, is_value, kind
-from .patches import FLAGS, _this_process
+from .kinds import is_equal, is_own_module, is_value, kind
+from .patches import FLAGS, _owner, _this_process
 from .pickling import dump
 from .reducers import reduces
 
@@ -79,13 +79,11 @@ def set_settings(
             else: setattr(o, name, v)
 
 def _is_same(a, b):
-    "True if two plain values are equal"
+    "True if two objects have the same pickle; that of a tensor has its address"
     if type(a) is not type(b): return False
     if isinstance(a, torch.Tensor): return a.dtype == b.dtype and torch.equal(a, b)
-    if isinstance(a, np.ndarray): return a.dtype == b.dtype and np.array_equal(a, b)
-    if isinstance(a, (list,tuple)): return len(a) == len(b) and all(map(_is_same, a, b))
-    if isinstance(a, dict): return a.keys() == b.keys() and all(_is_same(a[k], b[k]) for k in a)
-    return a == b
+    try: return pickle.dumps(a) == pickle.dumps(b)
+    except Exception: return False
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800a
 def _module_of(o):
@@ -112,9 +110,7 @@ def set_library_settings(rows # What `library_settings` returned
     "Set those that differ"
     for module,cls,values in rows:
         # a class that a function has made can't be found by its name
-        with suppress(AttributeError, KeyError):
-            owner = sys.modules[module]
-            set_settings(operator.attrgetter(cls)(owner) if cls else owner, values)
+        with suppress(AttributeError, ImportError): set_settings(_owner(module, cls), values)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800c
 def own_modules(named # Classes, functions and modules
@@ -149,7 +145,7 @@ def set_own_variables(o, values):
     "Set what `own_variables` returned in another process"
     own = kind(o).attrs(o)
     for name,v in values.items():
-        if name in own and is_plain(v) and is_value(v) and _is_same(own[name], v): continue
+        if is_equal(own.get(name, _ABSENT), v): continue
         with suppress(Exception): kind(o).write(o, {name:v}, [], None)
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d0800e

@@ -10,6 +10,8 @@ import torch
 from fastcore.foundation import L
 from torch import nn
 
+from .reducers import HOOKS
+
 # %% ../../nbs/payload/109_state.ipynb #ef2da4cf
 def model_tensors(model):
     "Return `{name: tensor}` of all parameters and buffers"
@@ -25,8 +27,7 @@ def opt_and_wrapped(opt):
 
 def hooks_of(learn):
     "Return the hooks of a learner's parameters and of its optimizer, as a list"
-    hooks = [getattr(p, k, None) for p in learn.model.parameters()
-             for k in ('_backward_hooks','_post_accumulate_grad_hooks')]
+    hooks = [getattr(p, k, None) for p in learn.model.parameters() for k in HOOKS]
     return hooks+[v for o in opt_and_wrapped(getattr(learn, 'opt', None)) for k,v in vars(o).items()
                   if k.endswith('_hooks')]
 

@@ -258,7 +258,8 @@ def write(f, o):
 
 def serve():
     "Load graphs from stdin, change them, and write the changes to stdout"
-    from fastddp.payload.changes import Notes
+    from fastddp.payload.changes import dump_changes
+    from fastddp.payload.notes import Notes
     from fastddp.payload.pickling import load
     from fastddp.payload.places import Places
     out = os.fdopen(os.dup(1), 'wb')
@@ -273,7 +274,7 @@ def serve():
             write(out, None)
         else:
             change(root, *args)
-            payload = notes.dump(grads='all')
+            payload = dump_changes(notes, grads='all')
             write(out, (payload.meta, [*map(bytes, payload.buffers)]))
 
 

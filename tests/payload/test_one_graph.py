@@ -1,12 +1,13 @@
 "Random graphs, which another interpreter changes: here they are then as after the same changes in one process"
-import os, pathlib, subprocess, sys
+import collections, os, pathlib, subprocess, sys
 
 import pytest
 
 sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import graphs
-from fastddp.payload.changes import apply
-from fastddp.payload.pickling import dump
+from fastddp.payload.changes import apply, dump_changes
+from fastddp.payload.notes import Notes
+from fastddp.payload.pickling import dump, load
 from fastddp.payload.places import Places
 
 here = pathlib.Path(__file__).parent
@@ -53,3 +54,35 @@ def test_random_graphs_are_changed_as_in_one_process(other, start):
     n_cases = 60 if not start else 150
     found = {seed: d for seed in range(start, start+n_cases) if (d := difference(other, seed, 1+seed % 12, 1+seed % 7))}
     assert not found
+
+
+class Thing: pass
+
+
+def epoch_by_epoch(root, *changes):
+    "Apply the end of each epoch to `root`; an epoch is a function that changes the copy of `root` on the other side"
+    places = Places(root).walk()
+    there = load(dump(root).meta, dump(root).copied_buffers())
+    notes = Notes(Places(there).find(places.table()))
+    for change in changes:
+        change(there)
+        payload = dump_changes(notes, grads='all')
+        applied = apply(payload.meta, payload.copied_buffers(), places)
+        assert not applied.lost and not applied.failed
+
+
+@pytest.mark.parametrize('container,put,take', [
+    ([1], lambda o: o.append(2), lambda o: o.pop()),
+    (collections.deque([1]), lambda o: o.append(2), lambda o: o.pop()),
+    ({1}, lambda o: o.add(2), lambda o: o.remove(2)),
+    ({'a': 1}, lambda o: o.update(b=2), lambda o: o.pop('b')),
+    ({'a': 1}, lambda o: o.update({Thing: 2}), lambda o: o.pop(Thing)),
+    ({'a': 1, 'b': 2}, lambda o: o.update(a=o.pop('a')), lambda o: o.update(b=o.pop('b'))),
+    ({Thing: 1}, lambda o: o.update(b=2), lambda o: o.pop('b'))],
+    ids=['list', 'deque', 'set', 'dict', 'an object as a key', 'order', 'an object among keys'])
+def test_what_an_epoch_adds_and_the_next_takes_back(container, put, take):
+    root = [container]
+    before = [*container.items()] if isinstance(container, dict) else [*container]
+    epoch_by_epoch(root, lambda there: put(there[0]), lambda there: take(there[0]))
+    assert root[0] is container
+    assert ([*container.items()] if isinstance(container, dict) else [*container]) == before
