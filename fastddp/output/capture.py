@@ -85,11 +85,8 @@ def use_bars(undo, frontend):
             keys += [k for k in _FLAGS if k in namespace]
         if keys: set_entries(undo, namespace, **{k:values[k] for k in keys})
     if fp is None: return
-    # fastprogress shows its style sheet once per process, but each cell needs it. It paints rows
-    # nearly white, on which the text of a dark theme can't be read
-    if hasattr(fp, '_style_shown'):
-        styles = fp.html_styles.replace('#f8f9fa', 'rgba(128,128,128,.12)')
-        set_entries(undo, vars(fp), _style_shown=False, html_styles=styles)
+    # fastprogress shows its style sheet once per process, but each cell needs it
+    if hasattr(fp, '_style_shown'): set_entries(undo, vars(fp), _style_shown=False)
     elif frontend == 'notebook' and not hasattr(fp, 'HTML'): _complete(fp)
 
 def _complete(fp):
@@ -130,6 +127,10 @@ def _shell_class(name):
             if shown.keys() != data.keys(): self.shell.warn_of_widget()
             data = shown
             if not data: return
+            html = data.get('text/html', '')
+            # fastprogress paints rows nearly white, on which a dark theme's text can't be read
+            if 'table.fastprogress' in html:
+                data['text/html'] = html.replace('#f8f9fa', 'rgba(128,128,128,.12)')
             self.shell.send_event('display', data, metadata or {}, transient or {}, bool(update))
         def clear_output(self, wait=False): self.shell.send_event('clear', bool(wait))
 
