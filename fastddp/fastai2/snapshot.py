@@ -108,9 +108,10 @@ def named_parts(learn):
 #     rng, patches, settings      random streams and what cells set; `dump_snapshot` adds them
 def root_of(learn, cbs, dl=None):
     """Return the object with which the graph of a learner begins. Loaders are in it by themselves:
-    in a fit `dls` has sharded ones. Those that a factory makes in the workers aren't"""
-    dls = vars(learn).get('dls')
-    return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else []]
+    in a fit `dls` has sharded ones, and the logger shows progress. Those that a factory makes in
+    the workers aren't"""
+    dls,logger = (vars(learn).get(k) for k in ('dls','logger'))
+    return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else [], logger]
 
 def _model_for_factory(learn, training):
     "Return weights and optimizer of a learner, for `_new_model`"
@@ -294,7 +295,7 @@ class Changes:
         extra = dict(rng=rng, new_tensors=new)
         return dump_changes(self.notes, extra, grads if weights else None)
 
-ROOT = 'learn','cbs','dl','learn.dls'       # how users call the items of `root_of`
+ROOT = 'learn','cbs','dl','learn.dls','learn.logger'       # how users call the items of `root_of`
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #e3966ed4
 def home_of(learn):
@@ -331,7 +332,8 @@ def twin(
     device='cpu' # Of the copy
 ):
     "Return a `Twin`. The datasets are shared, not copied."
-    root = [*root_of(learn, ())[:1], call, None, [*learn.dls.loaders]]
+    root = root_of(learn, ())
+    root[1],root[3] = call,[*learn.dls.loaders]
     try:
         with _without_last_loop(learn, None):
             here = Places(root, left_out).walk()

@@ -261,3 +261,20 @@ def test_after_a_failure_functions_of_cells_are_the_notebooks_own(cell):
     learn, g = learner(metrics=cell['rate'], cbs=holds), holds.g
     with pytest.raises(RankRaised): learn.distrib_fit(2, nprocs=2)
     assert learn.metrics[0].func is cell['rate'] is holds.f and holds.g is g and len(learn.recorder.values) == 1
+
+
+class Table(list):
+    def add(self, row): self.append(len(row))
+
+
+@pytest.mark.parametrize('make', [list, Table])
+@pytest.mark.parametrize('background', [False, True])
+def test_rows_that_a_logger_collects(two, make, background):
+    "`learn.logger` stays on rank 0 for the time of a fit, since progress puts its own there; not what it writes to"
+    learn, rows = learner(), make()
+    learn.logger = rows.add if make is Table else lambda row: rows.append(len(row))
+    learn.fit(1)
+    was = learn.logger
+    if background: learn.distrib_fit(2, nprocs=2, launcher=two, wait=False).result()
+    else: learn.distrib_fit(2, nprocs=2, launcher=two)
+    assert rows == [len(learn.recorder.metric_names)]*3 and learn.logger is was
