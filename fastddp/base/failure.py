@@ -321,7 +321,7 @@ _ECHO = re.compile(
     'connection (reset by peer|closed by (remote )?peer|refused|timed out|was likely closed)|'
     'broken pipe|socket timeout|timed out waiting|no route to host|network is unreachable|'
     'nccl communicator was aborted|ncclremoteerror|remote process exited|'
-    'not all ranks do the same', re.I)
+    'not all workers do the same', re.I)
 
 def first_failure(failures):
     "Return a list of `Failure`, the headline first: echoes last, earlier before later"

@@ -232,7 +232,7 @@ def _validate_on_rank0(learn, dl, fit):
         # afterwards the learner would go on validating on rank 0, and training on the others
         raise CantDistribute("A callback that acts on rank 0 only predicts or validates in "
                              "the middle of training. Do it at the end of an epoch, or on "
-                             "all ranks, without `rank0_only`.")
+                             "all workers, without `rank0_only`.")
     type(learn)._do_epoch_validate(learn, dl=undivided(original(dl)))
 
 def _validate_in_batch(learn, dl, fit):
@@ -250,9 +250,9 @@ def _check_all_load(fit):
                              "pass, which would no longer fit each other. Load before or after "
                              "the batch.")
     one_rank_only = CantDistribute(
-        f"Rank {group.rank()} called learn.load, but not every rank did: the ranks would go on "
-        "with different weights. Call it on all ranks, in a callback without `rank0_only`; rank 0 "
-        "reads the file, the others get what it read.")
+        f"Rank {group.rank()} called learn.load, but not every worker did: they would go on "
+        "with different weights. Call it on all workers, in a callback without `rank0_only`; rank "
+        "0 reads the file, the others get what it read.")
     if fit.together.is_alone: raise one_rank_only
     try: fit.together.vote('load')
     except RuntimeError as e: raise one_rank_only from e

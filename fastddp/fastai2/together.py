@@ -101,9 +101,9 @@ class Votes(list):
         for rank,row in enumerate(self):
             if (row.place,row.batch) != (self[0].place,self[0].batch):
                 return (f"Rank 0 is at {self[0].where()}, while rank {rank} is at {row.where()}: "
-                        "not all ranks do the same. A loader that gives them different numbers of "
-                        "batches, a callback that validates on one rank only, or an exception of "
-                        "fastai's that one rank raised outside of a callback, may be why.")
+                        "not all workers do the same. A loader that gives them different numbers "
+                        "of batches, a callback that validates on one of them only, or an "
+                        "exception of fastai's that one raised outside of a callback, may be why.")
 
 # %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
 # Callbacks of fastai's that raise one of `LEAVING` at a batch event, and that event
@@ -322,4 +322,4 @@ def _raised_by_callback(e):
 # %% ../../nbs/fastai2/705_together.ipynb #15b4c3a0
 _STOPPED = ("a callback raised StopIteration in {}: its iterator has ended. Where fastai calls "
             "it, this would end the event for the callbacks behind it silently, and the "
-            "ranks would diverge.")
+            "workers would diverge.")

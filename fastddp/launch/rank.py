@@ -161,7 +161,7 @@ class _WorkerContext(Context):
 # The process group. A worker joins it in its first job, or before in `join_early`, and stays in it
 # for the jobs that follow; after a failure they have another rendezvous.
 
-_CONNECTING = 'connecting to the other ranks'   # the place of a failure in `_join_group`
+_CONNECTING = 'connecting to the other workers'   # the place of a failure in `_join_group`
 
 def _join_group(channel, spec, device):
     "Join the group of `spec`, unless it has none or an earlier task of this worker has joined it"

@@ -241,7 +241,7 @@ PHASES = {
 PARTS = {'data': ("waiting for data",'#d9822b'), 'forward': ("forward",'#3f8ae0'),
          'backward': ("backward",'#2559a8'), 'optimizer': ("optimizer",'#7fb2e8'),
          'exchange': ("exchange of gradients",'#b04ad0'),
-         'waiting': ("waiting for other ranks",'#c94a3b'),
+         'waiting': ("waiting for other workers",'#c94a3b'),
          'metrics': ("metrics",'#3a9d8f'), 'callbacks': ("callbacks",'#87a330'),
          'validation': ("validation",'#5ba3b5'), 'other': ("all else",'#8a8f98')}
 

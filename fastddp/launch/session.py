@@ -210,8 +210,8 @@ def refuse_untrainable(model):
     lazy = [k for k,p in model.named_parameters() if isinstance(p, UninitializedParameter)]
     if lazy:
         raise CantDistribute(f"The parameter {lazy[0]} has no size before the model's first batch "
-                             "(a layer such as LazyLinear), and the ranks must have the same "
-                             "weights. Pass a batch through the model first: "
+                             "(a layer such as LazyLinear), and workers must begin with the "
+                             "same weights. Pass a batch through the model first: "
                              "learn.model(learn.dls.one_batch()[0]).")
     if any(p.requires_grad for p in model.parameters()): return
     raise CantDistribute("The model has no trainable parameters: call learn.unfreeze(), or check "

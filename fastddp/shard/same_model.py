@@ -148,12 +148,12 @@ def sync_params(named # `(name, parameter)` pairs
 def drift_warning(names, apart, epoch):
     "Return the warning that the parameters `names` differed by up to `apart` after `epoch`"
     few = first_of(names, 4)
-    return (f"fastddp: the ranks' weights had drifted apart by up to {apart:.2g} by the end of "
-            f"epoch {epoch} ({few}). All ranks go on with rank 0's weights, now and in later "
-            "epochs. A callback, an optimizer or a hook changed them on each rank in its own way, "
-            "or skipped a step on one rank only. Each rank has a part of the batch and its own "
-            "random streams; to draw the same numbers on all ranks, use a generator with a fixed "
-            "seed (torch.Generator().manual_seed(42)).")
+    return (f"fastddp: the workers' weights had drifted apart by up to {apart:.2g} by the end of "
+            f"epoch {epoch} ({few}). All go on with rank 0's weights, now and in later epochs. A "
+            "callback, an optimizer or a hook changed them on each worker in its own way, or "
+            "skipped a step on one of them. Each has a part of the batch and its own random "
+            "streams; to draw the same numbers on all, use a generator with a fixed seed "
+            "(torch.Generator().manual_seed(42)).")
 
 # %% ../../nbs/shard/311_same_model.ipynb #2b8a3332
 class SameWeights:

@@ -268,7 +268,7 @@ def write_back(dl):
 # The base class of sharded loaders
 
 _ENDED = ("The DataLoader ended after {} of {} batches. One of its processes lost the others. With "
-          "num_workers=0 the batches are made in the rank itself, and the error shows.")
+          "num_workers=0 the batches are made in the worker itself, and the error shows.")
 
 class Sharded:
     """Base of the mixins for loaders that yield one rank's shard of the original's global batches.

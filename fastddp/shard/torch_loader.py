@@ -149,5 +149,5 @@ def why_not_torch(dl # A torch `DataLoader`
 ):
     "Return why `dl` can't be read by several ranks, with the remedy, or None if it can"
     if any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)): return (
-        "its `DistributedSampler` has already taken one rank's part. Leave it out: use "
+        "its `DistributedSampler` has already taken one worker's part. Leave it out: use "
         "`shuffle=True` or a plain sampler, and the loader is sharded for you.")

@@ -369,7 +369,7 @@ def test_every_cancel_on_one_rank(what):
 def test_a_step_that_one_rank_leaves(capfd):
     "After the backward pass, too, all ranks leave together"
     as_one(lambda: learner(Leave('before_step', CancelStepException)))
-    assert "the ranks' weights had drifted apart" not in capfd.readouterr().err
+    assert "the workers' weights had drifted apart" not in capfd.readouterr().err
 
 
 IN_BATCH = ('before_batch', 'before_step', 'after_batch')
@@ -408,7 +408,7 @@ def test_load_on_all_ranks(tmp_path, n_acc):
                          [(e, '01'[i % 2]) for i, e in enumerate(('before_fit', *AROUND, *IN_BATCH, 'after_fit'))])
 def test_load_on_one_rank_only(tmp_path, event, rank):
     "Refused at once, with the remedy; nobody waits for ever"
-    with pytest.raises(RankRaised, match=f'Rank {rank} called learn.load.*Call it on all ranks') as e:
+    with pytest.raises(RankRaised, match=f'Rank {rank} called learn.load.*Call it on all workers') as e:
         fit(begun(Loads(event, rank=rank), tmp_path), 1)
     assert e.value.rank == int(rank)
 

@@ -190,7 +190,7 @@ class LeavesInForward(nn.Module):
 def test_an_exception_of_fastais_in_one_ranks_forward_pass_ends_the_fit():
     "No event, so no vote: the others are ended as by any failure, and the learner trains again"
     learn = learner(model=LeavesInForward())
-    with pytest.raises(RankRaised, match='not all ranks do the same'): learn.distrib_fit(1, nprocs=2)
+    with pytest.raises(RankRaised, match='not all workers do the same'): learn.distrib_fit(1, nprocs=2)
     learn.model = mlp()
     learn.create_opt()
     learn.distrib_fit(1, nprocs=2)

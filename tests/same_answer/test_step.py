@@ -73,10 +73,10 @@ def test_one_rank_makes_no_backward_pass(ranks, capfd):
     learn.n = n
     loss = LossOfBatch()
     learn, one = fit_both(learn, n, launcher, 1, ddp=dict(timeout=60), cbs=[loss])
-    # from the next batch on the ranks' weights differ
+    # from the next batch on the workers' weights differ
     assert_ranks_alike([rows[:2] for rows in loss.ranks])
     assert largest([p.detach() for p in learn.model.parameters()], [p.detach() for p in one.model.parameters()]) < 1e-5
-    assert capfd.readouterr().err.count("the ranks' weights had drifted apart") == 1
+    assert capfd.readouterr().err.count("the workers' weights had drifted apart") == 1
 
 
 def test_a_first_batch_that_is_read_whole_and_has_no_backward_pass_on_one_rank(two):
