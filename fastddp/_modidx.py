@@ -997,6 +997,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                           'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.NoteProgress.before_validate': ( 'fastai2/jobs.html#noteprogress.before_validate',
                                                                                              'fastddp/fastai2/jobs.py'),
+                                      'fastddp.fastai2.jobs.NoteProgress.count': ( 'fastai2/jobs.html#noteprogress.count',
+                                                                                   'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.NoteProgress.items': ( 'fastai2/jobs.html#noteprogress.items',
                                                                                    'fastddp/fastai2/jobs.py'),
                                       'fastddp.fastai2.jobs.NoteProgress.where': ( 'fastai2/jobs.html#noteprogress.where',

@@ -85,8 +85,13 @@ class NoteProgress(OurCallback):
         self._enter('train')
         self.progress.start()
     def after_train(self):
+        # a callback has ended training in `after_batch`, before `EndOfAll`
+        if self.in_batch: self.count()
         self._enter('epoch')
         self.ctx.beat(self.where())
+    def count(self):
+        "Count the items of a batch of training, of all ranks"
+        self.progress.lap(step_of(self.learn).total)
     def before_validate(self): self._enter('validate')
     def after_validate(self): self._enter('epoch')
     def after_epoch(self): self.progress.epochs += len(self.fits) == 1
@@ -118,8 +123,7 @@ class EndOfAll(OurCallback):
         self.keep = keep
     def after_batch(self):
         # False if a callback has run another batch inside of this one, which has counted then
-        if self.training and self.noted.in_batch:
-            self.noted.progress.lap(step_of(self.learn).total)
+        if self.training and self.noted.in_batch: self.noted.count()
         self.noted.in_batch = False
     def after_epoch(self):
         if len(self.noted.fits) == 1: self.keep()

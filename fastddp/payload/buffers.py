@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
-import math, mmap, os, tempfile, warnings
+import math, mmap, os, tempfile, warnings, weakref
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -65,7 +65,9 @@ def write_at(fd, data, offset):
         data = data[n:]
         offset = offset+n
 
-_originals = []     # `(address, bytes, address of the original, its mapping)` of the last views
+# `(weak reference to the private mapping, address, bytes, address of the original, its mapping)` of
+# the last two
+_originals = []
 
 def _address(mapping): return np.frombuffer(mapping, np.uint8).__array_interface__['data'][0]
 
@@ -73,12 +75,14 @@ def _note_original(fd, mapping, n):
     "Map the file of a private mapping once more, for `original_of`"
     original = mmap.mmap(fd, n, prot=mmap.PROT_READ)
     del _originals[:-1]
-    _originals.append((_address(mapping), n, _address(original), original))
+    _originals.append((weakref.ref(mapping), _address(mapping), n, _address(original), original))
 
 def original_of(address, n):
     """Return the address of the `n` bytes which `Block.read` has put at `address`, where no process
     of this job writes; None for other memory"""
-    for start,size,original,_ in _originals:
+    for mapping,start,size,original,_ in _originals:
+        # of a mapping that is gone, other memory may have the addresses
+        if mapping() is None: continue
         if start <= address and address+n <= start+size: return original+address-start
 
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c

@@ -275,12 +275,19 @@ class Tensor(Attributes):
 # %% ../../nbs/payload/106_kinds.ipynb #70d470fb
 _MAX_HASHED = 2**27     # bytes; of a larger piece of memory of its own some thousand are compared
 
-def memory_token(address, nbytes):
-    "Return something that differs once the memory has other contents than when it was loaded"
-    if not nbytes: return 0
-    original = original_of(address, nbytes)
-    if original: return ctypes.CDLL(None).memcmp(ctypes.c_void_p(address),
-                                                 ctypes.c_void_p(original), nbytes) and 'changed'
+_AS_LOADED = 0          # the token of memory that has the contents with which it was loaded
+
+def memory_token(address, nbytes,
+    before=None # The token that was noted; None: note it
+):
+    "Return something that differs once the memory has other contents"
+    if not nbytes: return _AS_LOADED
+    original = original_of(address, nbytes) if before in (None,_AS_LOADED) else None
+    if original:
+        compare = ctypes.CDLL(None).memcmp
+        is_same = not compare(ctypes.c_void_p(address), ctypes.c_void_p(original), nbytes)
+        if is_same: return _AS_LOADED
+        if before is not None: return 'changed'     # a hash would take ten times as long
     data = (ctypes.c_char*nbytes).from_address(address)
     if nbytes <= _MAX_HASHED: return zlib.crc32(data)
     return hash(np.frombuffer(data, np.uint8)[::nbytes//4096].tobytes())

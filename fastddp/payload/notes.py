@@ -47,6 +47,8 @@ class Failed(NamedTuple):
     def of(cls, number, name, e): return cls(number, name, f'{type(e).__name__}: {e}')
 
 # %% ../../nbs/payload/108_notes.ipynb #3e348768
+SENT = object()     # in a note: what was sent once is sent again, also if it is as at the start
+
 class Storages:
     "The storages on which numbered tensors lie, and a token of the bytes of each"
     def __init__(self, tensors, # Number -> tensor
@@ -59,18 +61,21 @@ class Storages:
             if not s.nbytes(): continue
             self.tensors[s._cdata][i] = t
             self.storages[s._cdata] = s
-        self.tokens = {} if is_empty else self._now()
-    def _now(self):
-        """Return a token for each storage. Those on a GPU have a sum of their elements, all of
-        which are asked for in one wait, and the versions of their tensors"""
-        sums = {k:_sum(s) for k,s in self.storages.items() if s.device.type != 'cpu'}
+        self.tokens = {} if is_empty else self._now({})
+    def _now(self, before):
+        """Return a token for each storage whose token `before` isn't `SENT`. Those on a GPU have a
+        sum of their elements, all of which are asked for in one wait, and the versions of their
+        tensors"""
+        storages = {k:s for k,s in self.storages.items() if before.get(k) is not SENT}
+        sums = {k:_sum(s) for k,s in storages.items() if s.device.type != 'cpu'}
         numbers = torch.stack([*sums.values()]).tolist() if sums else ()
         on_gpu = {k:(n, *map(_version, self.tensors[k].values())) for k,n in zip(sums, numbers)}
-        return on_gpu | {k:memory_token(s.data_ptr(), s.nbytes())
-                         for k,s in self.storages.items() if k not in sums}
+        return on_gpu | {k:memory_token(s.data_ptr(), s.nbytes(), before.get(k))
+                         for k,s in storages.items() if k not in sums}
     def changed(self):
-        "Return the addresses of those that have other bytes than were noted"
-        return [k for k,token in self._now().items() if token != self.tokens.get(k)]
+        "Return the addresses of those that have other bytes than were noted, or were sent"
+        now = self._now(self.tokens)
+        return [k for k in self.storages if k not in now or now[k] != self.tokens.get(k)]
 
 def _version(t): return None if t.is_inference() else t._version
 
@@ -97,8 +102,6 @@ class NumberPickler(RankPickler):
         return None if id(o) == self.skip else self.known.get(id(o))
 
 LEFT_OUT = object()
-
-SENT = object()     # in a note: what was sent once is sent again, also if it is as at the start
 
 # Bytes of a pickle. A part with a larger one is unchanged as long as it is the same object
 _MAX_DIGEST = 2**24

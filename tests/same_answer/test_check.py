@@ -320,7 +320,7 @@ def test_augmentation_is_named_where_there_is_some(two, flips):
     learn.dls = pictures(40, after_batch=[IntToFloatTensor(), *[Flip()]*flips])
     res = learn.distrib_check(nprocs=2, launcher=two)
     assert [*res.reasons] == ['batch norm on the CPU', *['augmentation']*flips], res
-    assert res.verdict == f"Same, apart from {', '.join(res.reasons)}."
+    assert res.verdict == f"Same, apart from {', '.join(res.reasons)}.", res
 
 
 class Deep(nn.Module):
@@ -356,6 +356,6 @@ class OnlyFloat32(nn.Module):
     def forward(self, x): return self.drop(self.m(x.float()))
 
 
-def test_a_model_that_takes_float32_alone_is_compared_in_it(two):
-    res = learner(model=OnlyFloat32()).distrib_check(nprocs=2, launcher=two)
+def test_a_model_that_takes_float32_alone_is_compared_in_it():
+    res = learner(model=OnlyFloat32()).distrib_check(nprocs=2)
     assert res.verdict == 'Same, apart from dropout.', res
