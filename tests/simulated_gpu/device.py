@@ -8,7 +8,7 @@
 A process imports it before it uses fastddp; the helper and the workers get it by `fastddp.process.helper.preload`.
 Workers that are spawned without the helper don't have it. fastddp itself knows nothing of it.
 """
-import importlib.util, os, sys, types
+import datetime, importlib.util, os, sys, types
 import torch, torch.distributed as dist
 from fastai.callback import fp16
 import fastai.torch_core
@@ -88,7 +88,9 @@ def _module():
 
 
 def _make_collectives(options, extra=None):
-    inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, options.timeout)
+    # `set_timeout` doesn't reach it, so a short limit, of the time in which ranks connect, would stay
+    limit = max(options.timeout, datetime.timedelta(minutes=5))
+    inner = dist.ProcessGroupGloo(options.store, options.group_rank, options.group_size, limit)
     return C.wrap(inner)
 
 
