@@ -797,6 +797,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.fastai2.check.FixedBatchNorm.before_train': ( 'fastai2/check.html#fixedbatchnorm.before_train',
                                                                                               'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check.InFloat64': ('fastai2/check.html#infloat64', 'fastddp/fastai2/check.py'),
+                                       'fastddp.fastai2.check.InFloat64.after_loss': ( 'fastai2/check.html#infloat64.after_loss',
+                                                                                       'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check.InFloat64.before_batch': ( 'fastai2/check.html#infloat64.before_batch',
                                                                                          'fastddp/fastai2/check.py'),
                                        'fastddp.fastai2.check.Learner.distrib_check': ( 'fastai2/check.html#learner.distrib_check',

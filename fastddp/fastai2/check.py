@@ -150,11 +150,7 @@ def _compare(learn, steps, tol,
         # rounding of TF32 is far above `tol`; workers take over the notebook's setting
         stack.enter_context(without_tf32())
         for o,r in itertools.product(copies, reasons): r.remove(o, stack)
-        if in_float64:
-            # for what code makes in a forward pass; workers take it over
-            stack.callback(torch.set_default_dtype, torch.get_default_dtype())
-            torch.set_default_dtype(torch.float64)
-            for o in copies: _use_float64(o)
+        for o in copies if in_float64 else (): _use_float64(o)
         many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
     tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
     res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
@@ -214,9 +210,10 @@ class InFloat64(Callback):
     order = -100    # before all that computes with them
     def before_batch(self):
         self.learn.xb,self.learn.yb = (apply(_to_float64, o) for o in (self.xb,self.yb))
-        # fastai makes it a float32, whatever the default is
+    def after_loss(self):
+        # begins as a float32; some of fastai's losses are float32 in any case
         smooth = self.recorder.smooth_loss
-        smooth.val = _to_float64(smooth.val)
+        smooth.val = smooth.val.to(self.loss.dtype)
 
 def _use_float64(learn):
     learn.model.double()

@@ -5,14 +5,15 @@ from fastai.callback.core import Callback, CancelBatchException
 from fastai.callback.training import GradientClip
 from fastai.data.core import DataLoaders, Datasets
 from fastai.data.load import DataLoader
-from fastai.data.transforms import IntToFloatTensor, ToTensor
+from fastai.data.transforms import IntToFloatTensor, Normalize, ToTensor
 from fastai.learner import Metric
+from fastai.losses import MSELossFlat
 from fastai.metrics import accuracy
 from fastai.optimizer import Adam
 from fastai.text.data import SortedDL, pad_input
 from fastai.text.models.awdlstm import WeightDropout
 from fastai.vision.augment import Flip, Resize
-from fastai.vision.core import PILImage
+from fastai.vision.core import PILImage, imagenet_stats
 from fastddp.all import CantDistribute, RankRaised
 from fastddp.base import group
 from fastddp.fastai2 import check
@@ -73,6 +74,7 @@ def test_differences_have_their_reason(two, layer, why):
     assert by['batches'].same and not by['losses'].same and list(res.reasons) == [why], res
     assert res.verdict == f'Same, apart from {why}.' and str(res).startswith(res.verdict) and res.without.same
     assert str(res).count('each worker') == 1 and f'as it is without {why}' in ' '.join(str(res).split())
+    assert all(r.largest < 1e-12 for r in res.without)      # in float64
 
 
 class Odd(nn.Module):
@@ -317,10 +319,11 @@ def test_augmentation_is_named_where_there_is_some(two, flips):
     "A `Resize` may crop at random, but does nothing to square pictures; a flip keeps the sum of a batch"
     net = nn.Sequential(nn.Flatten(), nn.Linear(3*8*8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3))
     learn = learner(model=net)
-    learn.dls = pictures(40, after_batch=[IntToFloatTensor(), *[Flip()]*flips])
+    learn.dls = pictures(40, after_batch=[IntToFloatTensor(), *[Flip()]*flips, Normalize.from_stats(*imagenet_stats)])
     res = learn.distrib_check(nprocs=2, launcher=two)
     assert [*res.reasons] == ['batch norm on the CPU', *['augmentation']*flips], res
     assert res.verdict == f"Same, apart from {', '.join(res.reasons)}.", res
+    assert all(r.largest < 1e-12 for r in res.without)      # in float64
 
 
 class Deep(nn.Module):
@@ -359,3 +362,11 @@ class OnlyFloat32(nn.Module):
 def test_a_model_that_takes_float32_alone_is_compared_in_it():
     res = learner(model=OnlyFloat32()).distrib_check(nprocs=2)
     assert res.verdict == 'Same, apart from dropout.', res
+
+
+def test_a_regression_with_fastais_loss_is_compared_in_float64(two):
+    "`MSELossFlat` makes float32 of its targets"
+    learn = learner(model=nn.Sequential(Deep(), nn.Linear(3, 1)), opt_func=Adam, loss_func=MSELossFlat())
+    learn.dls = DataLoaders(*(DataLoader([(x, x.sum()[None]) for x, _ in items(n)], bs=4) for n in (30, 9)))
+    res = learn.distrib_check(nprocs=2, launcher=two)
+    assert res.verdict.startswith('Same') and (res.without is None or res.without.same), res
