@@ -2922,6 +2922,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.payload.pairs._plain_options': ( 'payload/pairs.html#_plain_options',
                                                                                  'fastddp/payload/pairs.py'),
                                        'fastddp.payload.pairs._rc': ('payload/pairs.html#_rc', 'fastddp/payload/pairs.py'),
+                                       'fastddp.payload.pairs._safe_globals': ( 'payload/pairs.html#_safe_globals',
+                                                                                'fastddp/payload/pairs.py'),
                                        'fastddp.payload.pairs._set_pandas': ('payload/pairs.html#_set_pandas', 'fastddp/payload/pairs.py'),
                                        'fastddp.payload.pairs._switch': ('payload/pairs.html#_switch', 'fastddp/payload/pairs.py'),
                                        'fastddp.payload.pairs.all_settings': ( 'payload/pairs.html#all_settings',

@@ -60,6 +60,12 @@ _ATTENTION = 'flash_sdp','mem_efficient_sdp','math_sdp','cudnn_sdp'
 def _plain_options():
     return {k:v for k,v in np.get_printoptions().items() if k not in ('formatter','override_repr')}
 
+def _safe_globals():
+    "Return what `torch.load` accepts, without what torch registers when its parts are imported"
+    found = [o for o in torch.serialization.get_safe_globals()
+             if getattr(o, '__module__', '').partition('.')[0] not in ('torch','builtins')]
+    return sorted(found, key=repr)
+
 _allowed = []       # what this worker could load before the notebook's
 
 def _allow(classes):
@@ -82,8 +88,7 @@ _BY_HAND = {
     **{f'torch.backends.{k}': _attr(k) for k in _BACKENDS},
     **{f'torch.backends.cuda.enable_{k}': _switch(k) for k in _ATTENTION},
     'numpy.set_printoptions': Setting(_plain_options, lambda v: np.set_printoptions(**v)),
-    'torch.serialization.add_safe_globals': Setting(
-        lambda: sorted(torch.serialization.get_safe_globals(), key=repr), _allow),
+    'torch.serialization.add_safe_globals': Setting(_safe_globals, _allow),
     'csv.field_size_limit': Setting(csv.field_size_limit, csv.field_size_limit),
     'locale.setlocale': Setting(lambda: locale.setlocale(locale.LC_ALL),
                                 lambda v: locale.setlocale(locale.LC_ALL, v)),
