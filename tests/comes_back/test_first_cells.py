@@ -3,6 +3,7 @@ import codecs, collections, collections.abc, csv, decimal, functools, io, os, ss
 import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch, torch._dynamo
 from fastai.callback.core import Callback
 from fastddp.all import *
+from fastddp.launch.rank import notebook_settings
 from PIL import Image, ImageFile, PngImagePlugin
 from torch.distributions import Distribution
 from parity import learner, warm
@@ -151,6 +152,7 @@ LATER = '''
 import os, sys
 sys.path.insert(0, {tests!r})
 from fastddp.all import *
+from fastddp.launch.rank import notebook_settings
 from parity import learner
 from fastai.callback.core import Callback
 from fastai.distributed import *        # as all examples of fastai have it
@@ -171,3 +173,9 @@ def test_an_import_of_fastais_own_comes_last(tmp_path):
     out = subprocess.run([sys.executable, 'later.py'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert [*map(str.strip, out.stdout.splitlines()[-3:])][0] == 'False', out
     assert 'learn.to_fp16()' in out.stdout and 'No option rubbish' in out.stdout
+
+
+def test_what_torch_registers_at_an_import_is_no_setting(two):
+    found({}, two)
+    import torch.distributed.tensor     # registers classes that `torch.load` accepts
+    assert 'torch.serialization.add_safe_globals' not in notebook_settings()[0]
