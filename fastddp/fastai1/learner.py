@@ -37,11 +37,12 @@ def distrib_ctx(self:Learner,
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
     call to call."""
+    starts = unknown.pop('starts', True)        # as of `distrib_block`
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss)    # those of `distributed_v1`
     with distrib_block(self, block_options, OPTIONS.non_defaults(block_options), rank_options,
-                       in_place, Session, is_quiet=self.silent):
+                       in_place, Session, self.silent, starts):
         yield self
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
@@ -57,7 +58,7 @@ def distrib(self:Learner,
 ):
     "Call `learn.name(*args, **kwargs)` on workers."
     options = OPTIONS.pop_from(self, name, args, kwargs)
-    with self.distrib_ctx(**options): return getattr(self, name)(*args, **kwargs)
+    with self.distrib_ctx(starts=False, **options): return getattr(self, name)(*args, **kwargs)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #de2e12b0
 @patch

@@ -18,7 +18,7 @@ from ..output.replay import print_line
 from ..payload.reducers import reduces
 from ..shard.read_whole import ReadWhole
 from ..shard.sharded import global_batch_size, original, refuse_loader, too_few
-from ..shard.torch_loader import shard_torch, torch_bs, why_not_torch, why_whole_torch
+from ..shard.torch_loader import plan_torch, shard_torch, torch_bs
 
 # %% ../../nbs/fastai1/800_loaders.ipynb #d8ada030
 # Where these functions are called, in the order of a fit. None of them is a collective operation:
@@ -148,7 +148,7 @@ def has_own_size(dl # A torch loader
 ):
     """True if the batches of `dl` can be made N times as large. Otherwise N of its batches make a
     global one: of a loader that is read whole, or whose `batch_sampler` decides about them"""
-    return dl.batch_size is not None and not why_whole_torch(dl)
+    return dl.batch_size is not None and plan_torch(dl).how != 'whole'
 
 @contextmanager
 def global_batches(dl, # A `DeviceDataLoader`
@@ -179,7 +179,7 @@ def _shard_torch_dl(dl, # A torch loader, not sharded itself
                     rank, n, batch, train, common # As of `shard`
 ):
     "Return a loader like `dl` that yields the shard of `rank`"
-    if why_whole_torch(dl): return ReadWhole(dl, rank, n, batch, train, common)
+    if plan_torch(dl).how == 'whole': return ReadWhole(dl, rank, n, batch, train, common)
     # `global_batches` has made its batches those of all ranks
     if has_own_size(dl): batch = 'global'
     return shard_torch(dl, rank, n, batch, train, common)
@@ -242,21 +242,18 @@ def check_v1(data, # A `DataBunch`
         why = why_not(torch_dl(dl), n, batch, name == 'train_dl')
         if why: refuse_loader(f'data.{name}', n, why)
     train_dl = torch_dl(data.train_dl)
-    reads_all = why_whole_torch(train_dl)
-    if n > 1 and reads_all and not group.rank():
-        print_line(f"data.train_dl: every worker reads all of this {type(train_dl).__name__} and "
-                   f"takes its part, since {reads_all}. {_FASTER}")
-
-_FASTER = ("A torch DataLoader over a dataset with indices is divided by items, and each worker "
-           "reads its own.")
+    plan = plan_torch(train_dl)
+    if n > 1 and plan.how == 'whole' and not group.rank():
+        print_line(plan.line('data.train_dl', train_dl))
 
 def why_not(dl, # A torch loader
             n, batch, # As of `check_v1`
             train # It is the training loader, in which every rank needs work
 ):
     "Return why `dl` can't be sharded, with the remedy, or None if it can"
-    why = why_not_torch(dl)
-    if why or n == 1: return why
+    plan = plan_torch(dl)
+    if plan.how == 'refused': return plan.why
+    if n == 1: return
     bs = global_batch_size(torch_bs(dl), n, batch)
     if not train: return
     if has_own_size(dl): return too_few(bs, len(shard_torch(dl, 0, n, batch, True, None)))

@@ -20,7 +20,7 @@ from ..base.scoped import set_entries, with_attrs
 from .loaders import is_lm, own_loader, shard, torch_dl
 from ..launch.callback_code import in_validation, instructions_of
 from ..shard.sharded import original
-from ..shard.torch_loader import torch_bs, why_not_torch
+from ..shard.torch_loader import plan_torch, torch_bs
 from ..shard.trees import on_cpu, turns_of_ranks
 
 # %% ../../nbs/fastai1/802_validation.ipynb #91e0cbc3
@@ -132,7 +132,7 @@ class Validation:
         """Return True if each rank must validate all batches, the same on all ranks. A collective
         operation"""
         whole = original(torch_dl(dl))
-        if why_not_torch(whole) or is_lm(dl): return True
+        if plan_torch(whole).how == 'refused' or is_lm(dl): return True
         bs = torch_bs(whole)
         reading = [type(cb).__name__ for cb in callbacks if reads_validation(cb)]
         for name in reading: self.losses.print_once(_ALL_READ.format(name), name)

@@ -14,7 +14,7 @@ from ..base import group
 from ..base.rng import generator_state, seed_generator, seed_rank
 from .events import OurCallback, _FIRST
 from .loaders import (
-    dl_state, follow_original, order_holders, set_dl_state, shard_batches, shard_dl, why_whole)
+    dl_state, follow_original, order_holders, plan, set_dl_state, shard_batches, shard_dl)
 from .step import trained_beside
 from ..payload.state import move_opt_state
 from ..shard.gradients import average_grads, have_values
@@ -108,7 +108,7 @@ def own_generators(loaders):
     from its own, as from the global streams, except where all ranks read the same items"""
     found = {}
     for dl in map(original, loaders):
-        if why_whole(dl) or getattr(dl, 'dataset', None) is None: continue
+        if plan(dl).how == 'whole' or getattr(dl, 'dataset', None) is None: continue
         # those of the order are the same on all ranks
         of_order = {id(v) for o in order_holders(dl)
                     for v in getattr(o, '__dict__', {}).values()}

@@ -22,7 +22,7 @@ from ..base import group
 from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind, is_rank0_only
 from .batch import part_of
-from .loaders import is_lm, lay_out, why_whole, with_loaders
+from .loaders import is_lm, lay_out, plan, with_loaders
 from ..base.device import without_tf32
 from ..base.rng import CommonRNG
 from .events import runs_user_code
@@ -329,7 +329,8 @@ def distrib_check(self:Learner,
     with with_loaders(self):
         # the batch size of a torch loader can't be changed; other code may make batches by itself
         has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
-        if not has_size or why_whole(self.dls.loaders[0]): options['batch'] = 'global'
+        is_whole = plan(self.dls.loaders[0]).how == 'whole'
+        if not has_size or is_whole: options['batch'] = 'global'
         compare = partial(_compare, self, steps, tol, options)
         res = compare()
         res.reasons = reasons_for(self, res)

@@ -17,7 +17,7 @@ from ..base import group
 from ..base.scoped import with_attrs
 from .events import reads_validation
 from .loaders import (
-    dl_state, follow_original, is_lm, rows_are_streams, set_dl_state, undivided, why_not)
+    dl_state, follow_original, is_lm, plan, rows_are_streams, set_dl_state, undivided)
 from ..launch.training import has_kind
 from ..shard.sharded import is_sharded, original
 
@@ -48,7 +48,8 @@ def why_one_process(learn, # The learner that predicts
     `why` is the reason, a sentence to show to the user, or an empty string where there is nothing
     to explain. Not a collective"""
     if not isinstance(dl, (DataLoader,TorchLoader)): return True,''
-    if n > 1 and (why := why_not(dl)): return True,why
+    how,why = plan(dl)
+    if n > 1 and how == 'refused': return True,why
     if len(dl) < 2: return True,''      # fastai's validation asks for the length, too
     if is_lm(dl): return True,"its batches are parts of a stream."
     if has_kind(learn.cbs, 'TensorBoardProjectorCallback'):

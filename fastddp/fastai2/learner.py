@@ -57,11 +57,12 @@ def distrib_ctx(self:Learner,
     call to call."""
     # examples of fastai's own `distrib_ctx` have it
     ddp_kwargs.pop('in_notebook', None)
+    starts = ddp_kwargs.pop('starts', True)     # as of `distrib_block`
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
-                           Session, is_quiet=wants_no_lines(self))
+                           Session, wants_no_lines(self), starts)
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
     with with_loaders(self), claimed, opened: yield self
 
@@ -151,7 +152,7 @@ def distrib(self:Learner,
     if name in _INFERS: _check_loader(self, name, args, kwargs)
     user_call = UserCall(name, args, kwargs, options)
     if not wait: return start_job(self, user_call, name not in _INFERS)
-    with self._distrib_ctx(**options): return user_call.run(self)
+    with self._distrib_ctx(starts=False, **options): return user_call.run(self)
 
 @patch
 def distrib_resume(self:Learner,
@@ -179,7 +180,7 @@ def distrib_resume(self:Learner,
         if file is not None: resume_points[self] = call_from_file(self, file, launcher)
         call = call_to_resume(self)
     if not wait: return start_job(self, call, True)
-    with self._distrib_ctx(**call.options): return call.run(self)
+    with self._distrib_ctx(starts=False, **call.options): return call.run(self)
 
 @patch
 def distrib_stop(self:Learner):

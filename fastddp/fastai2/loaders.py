@@ -22,10 +22,10 @@ from ..base.scoped import with_attrs
 from ..output.replay import print_line
 from ..shard.read_whole import ReadWhole, n_items
 from ..shard.sharded import (
-    CantShard, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader, report_errors,
+    CantShard, Plan, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader, report_errors,
     sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (
-    is_stream, samplers_of, shard_torch, torch_bs, why_not_torch, why_whole_torch)
+    is_stream, plan_torch, samplers_of, shard_torch, torch_bs)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 # 1. Loaders whose batches continue each other
@@ -61,7 +61,7 @@ def rows_are_streams(dl, model):
     elif isinstance(getattr(dl, 'sampler', None), SequentialSampler):
         bs,n = dl.batch_size,len(dl.sampler)
     else: return False
-    # `why_not` refuses a loader without batch size or length
+    # a loader without batch size or length is read whole
     return None not in (bs,n) and (dl.drop_last or n%bs == 0)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
@@ -172,7 +172,7 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  train,
                  common   # `CommonRNG`, alike on all ranks
 ):
-    """Return the clone of `dl` that yields the shard of `rank`. `why_not` must be None for `dl`. A
+    """Return the clone of `dl` that yields the shard of `rank`, as its `plan` says. A
     rank takes a part of each global batch; or whole batches of `dl`, of which `n` make one global
     batch, where these aren't divided."""
     whole = makes_batches(dl)
@@ -230,27 +230,30 @@ def with_loaders(learn):
 # batches it makes
 _REPLACED = ('__iter__','sample','create_batches','chunkify')
 
-def why_whole(dl,   # A user's loader
-              batch='per_worker', # Or 'global'
-              train=True # False: ranks take whole batches
+def plan(dl,   # A user's loader
+         batch='per_worker', # Or 'global'
+         train=True # False: ranks take whole batches
 ):
-    """Return why every rank must read all of `dl`, as the end of a sentence about it; None if it is
-    divided by items."""
-    if getattr(dl, 'reads_whole', False): return "its attribute `reads_whole` is True"
-    if isinstance(dl, TorchLoader): return why_whole_torch(dl)
+    "Return the `Plan` of `dl`: how ranks read it, and why."
+    of_torch = plan_torch(dl) if isinstance(dl, TorchLoader) else None
+    if of_torch and of_torch.how == 'refused': return of_torch
+    if getattr(dl, 'reads_whole', False):
+        return Plan('whole', "its attribute `reads_whole` is True")
+    if of_torch: return of_torch
+    if why := _why_whole(dl): return Plan('whole', why)
+    if not makes_batches(dl): return Plan()
+    if train and batch == 'global':
+        return Plan('whole', "its own `create_batch` makes whole batches")
+    return Plan('batches')
+
+def _why_whole(dl # No torch loader
+):
     if not isinstance(dl, DataLoader): return "it is no DataLoader of fastai's or torch's"
     own = [k for k in _REPLACED if _is_own(dl, k)]
     if own: return f"its own `{own[0]}` decides which batches it makes"
     if dl.bs is None: return "it makes no batches (`bs=None`)"
     if not dl.indexed: return "its dataset has no indices"
     if dl.n is None: return "it has no length"
-    if train and batch == 'global' and makes_batches(dl):
-        return "its own `create_batch` makes whole batches"
-
-def why_not(dl # A user's loader
-):
-    "Return why `dl` can't be read by several ranks, and what to do instead, or None if it can be."
-    return why_not_torch(dl) if isinstance(dl, TorchLoader) else None
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585
 def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable of batches
@@ -268,10 +271,10 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable o
     process."""
     dl = original(dl)
     if world_size==1: return undivided(dl)
-    why = why_not(dl)
-    if why: refuse_loader('This loader', world_size, why)
+    how,why = plan(dl, batch, train)
+    if how == 'refused': refuse_loader('This loader', world_size, why)
     common = common or CommonRNG.capture()
-    if why_whole(dl, batch, train): return ReadWhole(dl, rank, world_size, batch, train, common)
+    if how == 'whole': return ReadWhole(dl, rank, world_size, batch, train, common)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common)
 
@@ -306,16 +309,15 @@ def check_dl(dl,         # A loader
 ):
     "Raise `CantShard`, naming the loader, if it can't be sharded or has too few items."
     if world_size==1: return
-    why = why_not(dl)
+    found = plan(dl, batch)
+    why = found.why if found.how == 'refused' else None
     if not why:
         try: bs,steps = step_sizes(dl, world_size, batch)
         except TypeError: why = _no_length(dl)
         else:
             if train: why = too_few(bs, steps)
     if why: refuse_loader(name, world_size, why)
-    reads_all = why_whole(dl, batch)
-    if reads_all and train: print_line(f"{name}: every worker reads all of this {_kind(dl)} and "
-                                       f"takes its part, since {reads_all}. {_FASTER}")
+    if found.how == 'whole' and train: print_line(found.line(name, dl))
 
 def _no_length(dl):
     "Return what a loader of unknown length is refused with"
@@ -323,10 +325,6 @@ def _no_length(dl):
     if isinstance(dl, DataLoader): way_out += ", or set its `n` to the number of items"
     return f"it has no length, and `fit` asks for it. {way_out}."
 
-def _kind(dl): return type(dl).__name__
-
-_FASTER = ("A fastai or torch DataLoader over a dataset with indices is divided by items, and each "
-           "worker reads its own.")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
 # 4. What the next epoch of a loader depends on, and how another loader gets it

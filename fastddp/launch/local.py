@@ -19,7 +19,7 @@ from .engine import Job
 from .rank import RankSpec, join_early, run_on_rank
 from .worker_launcher import WorkerLauncher
 from ..output.replay import StatusLine, print_line, several
-from ..process.helper import forks_lack_gpu, helper_is_new, warm_next
+from ..process.helper import forks_lack_gpu, helper_is_importing, warm_next
 from ..process.workers import Workers, turn_off_helper
 
 # %% ../../nbs/launch/506_local.ipynb #49cd4296
@@ -27,7 +27,7 @@ def _new_workers(ranks, stopped, mark, first):
     """Return new `Workers`. While the helper isn't ready, a line says what is waited for, and
     Ctrl-C ends the wait"""
     first_time = ''
-    if helper_is_new(): first_time = " (first time in this kernel: importing torch and fastai)"
+    if helper_is_importing(): first_time = " (first time in this kernel: importing torch and fastai)"
     what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
     status = StatusLine()
     def waiting(secs):
@@ -93,6 +93,8 @@ _p2p_checked = set()    # tuples of GPUs
 _GPU_START_TIMEOUT,_P2P_TIMEOUT = 600.,30.
 _P2P_ERROR = re.compile('nccl|p2p|peer (access|mapping)', re.I)
 
+def _env(nprocs): return dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+
 class Local(WorkerLauncher):
     """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
     in which the processes stay from job to job"""
@@ -118,14 +120,16 @@ class Local(WorkerLauncher):
     def worker_ranks(self, nprocs):
         "Return the ranks that get a worker, in order"
         return [*range(nprocs)]
-    def _specs(self, nprocs, work):
+    def _specs(self, nprocs,
+        work='' # As of `RankSpec`; `join_early` needs neither this nor settings
+    ):
         "Return the `RankSpec` of each rank that has a worker here"
         gpus = self._gpus(nprocs) or [None]*nprocs
         backend = self.backend
         if backend is None:
             backend = group.backend_for('cpu' if gpus[0] is None else accelerator_type())
         threads = self.threads or max(1, visible_cores()//nprocs)
-        settings = self.settings()
+        settings = self.settings() if work else ()
         return [RankSpec(world_size=nprocs, gpu=gpus[r], backend=backend, threads=threads,
                          store=self._rendezvous, display=self.display_of(r), work=work,
                          settings=settings) for r in self.workers.ranks]
@@ -133,22 +137,23 @@ class Local(WorkerLauncher):
         "As `Launcher.prepare`"
         with self._exclusive() as interrupts:
             self._ensure_workers(nprocs, interrupts)
+            self._form_group(nprocs)
             self._start_timer()
         if interrupts.count: raise KeyboardInterrupt
     def submit(self, job, nprocs, interrupts, mark):
         "As `WorkerLauncher.submit`"
         self._ensure_workers(nprocs, interrupts, mark)
-        new_group = self._rendezvous is None
-        if new_group:
-            self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
-        specs = self._specs(nprocs, job.work)
-        env = dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
-        # They form their group while the payload is written. Spawned workers, which may still be
-        # importing torch, do so when the job comes
-        if new_group and self.workers.method == 'forkserver':
-            self.workers.submit_early(join_early, specs, **env)
+        self._form_group(nprocs)        # while the payload is written
         packed = self._write_payload(job)
-        self.workers.submit(run_on_rank, packed, self._payload_block, specs, **env)
+        self.workers.submit(run_on_rank, packed, self._payload_block,
+                            self._specs(nprocs, job.work), **_env(nprocs))
+    def _form_group(self, nprocs):
+        """Have new workers form their group. Spawned ones, which may still be importing torch, do
+        so when the job comes"""
+        if self._rendezvous is not None: return
+        self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
+        if self.workers.method == 'forkserver':
+            self.workers.submit_early(join_early, self._specs(nprocs), **_env(nprocs))
     def _ensure_workers(self, nprocs, interrupts, mark=noop):
         "Keep the workers of the last job if they fit, else start new ones"
         ranks = self.worker_ranks(nprocs)

@@ -304,6 +304,7 @@ class Report(Shown):
         res = Counter()
         last = self.began
         for phase,ended in self.phase_ends:
+            if ended < self.began: continue     # of workers that a block has started before
             res[phase] += max(ended-last, 0.)
             last = max(ended, last)
         return res

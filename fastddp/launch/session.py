@@ -25,6 +25,7 @@ from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.columns import ColumnCache
 from ..payload.state import model_tensors, move_opt_state
+from ..process.helper import helper_is_importing
 from ..shard.same_model import bn_note
 
 # %% ../../nbs/launch/511_session.ipynb #2eb0976c
@@ -81,7 +82,10 @@ def distrib_block(
     # launcher made
     in_place,
     session, # The class of the `Session` of a block on workers
-    is_quiet # True if no lines of ours are wanted
+    is_quiet, # True if no lines of ours are wanted
+    # Start workers at once: their contexts and group begin while the cell goes on. False for the
+    # block of one call, which may be refused
+    starts
 ):
     """Context manager in which the calls of `learn` run where `options` say: inside another block
     there, in a process group that a launcher made, on workers, or in this process"""
@@ -106,6 +110,7 @@ def distrib_block(
                 stack.enter_context(reserve_gpus(learn, gpus))
             methods = session(learn, launcher, n, gpus, rank_options, asked).overrides()
         stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
+        if starts and engine and not helper_is_importing(): launcher.prepare(n)
         yield
 
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee

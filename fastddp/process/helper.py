@@ -396,7 +396,6 @@ class _Helper:
         self.libraries = libraries
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
-        self.has_forked = False         # True once it has forked a worker, so it has imported all
         # What it has sent, see `_send_marks`
         self.marks = None
         self.forks_lack_gpu = False     # True if CUDA was started in it
@@ -454,9 +453,9 @@ def forks_lack_gpu():
     "Return True if workers that the helper has forked can't use a GPU"
     return getattr(_ready_helper(), 'forks_lack_gpu', False)
 
-def helper_is_new():
-    "True if the helper has forked no worker yet, so it may still be importing"
-    return start_method() == 'forkserver' and not (_helper and _helper.has_forked)
+def helper_is_importing():
+    "True while the helper isn't ready, so that a worker would have to wait for it"
+    return start_method() == 'forkserver' and not (_helper and _helper.is_ready())
 
 def _forget_helper():
     "In a forked child, close its copies of sockets: a helper exits when all are closed"
@@ -539,7 +538,6 @@ def _pid_of_fork(helper, status_read, waiting):
         raise HelperEnded
     pid, = _NUMBER.unpack(number)
     if pid < 0: raise OSError(-pid, os.strerror(-pid))
-    helper.has_forked = True
     return pid
 
 # %% ../../nbs/process/404_helper.ipynb #5b3e0c01
@@ -600,7 +598,6 @@ def _replace_helper():
     if is_ready:
         _helper.sock.close()
         _replaced.append(_helper)
-        _next.has_forked = True     # it has imported all
         _helper,_next = _next,None
     elif is_ready is False:
         _refused.update({*_next.libraries} - {*_helper.libraries})

@@ -390,6 +390,19 @@ def report_errors(init # The user's `worker_init_fn`, or None
 class CantShard(CantDistribute):
     "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
 
+class Plan(NamedTuple):
+    "How several ranks read a loader"
+    # 'divided': each rank reads its items of each global batch; 'batches': whole batches in turn;
+    # 'whole': every rank reads all of it, and takes its part; 'refused'
+    how:str='divided'
+    why:str=''  # of 'whole' and 'refused': the reason, as the end of a sentence about the loader
+    def line(self, name, dl # The user's expression for the loader, and the loader
+    ):
+        "Return the line that tells the user of a loader that is read whole"
+        return (f"{name}: every worker reads all of this {type(dl).__name__} and takes its part, "
+                f"since {self.why}. A DataLoader over a dataset with indices is divided by items, "
+                "and each worker reads its own.")
+
 def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.train'
                   n,    # Number of ranks
                   why   # The reason and the remedy, as sentences

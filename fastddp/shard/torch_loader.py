@@ -11,7 +11,7 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Shard, Sharded, checksum, clone_loader, draw_seed, global_batch_size, iterate_original,
+    Plan, Shard, Sharded, checksum, clone_loader, draw_seed, global_batch_size, iterate_original,
     report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
@@ -120,7 +120,7 @@ def shard_torch(dl,      # A torch `DataLoader`, not sharded itself
                 common   # `CommonRNG`, which has the same state on all ranks
 ):
     """Return a clone of `dl` that yields the shard of `rank`. For a loader that can't be sharded,
-    `why_not_torch` or `why_whole_torch` says why"""
+    `plan_torch` says why"""
     res = sharded_clone(ShardedTorch, TorchShard(dl, rank, n, batch, train, common))
     track_changes(res)
     return res
@@ -135,19 +135,17 @@ def _is_plain(cls):
     "True if a loader class iterates as torch's `DataLoader`"
     return cls.__iter__ is DataLoader.__iter__ and cls._get_iterator is DataLoader._get_iterator
 
-def why_whole_torch(dl # A torch `DataLoader`
+def plan_torch(dl # A torch `DataLoader`
 ):
-    "Return why every rank must read all of `dl`, or None if it is divided by items"
-    cls = type(dl)
-    if not _is_plain(cls): return f"`{cls.__name__}` has its own `__iter__`"
-    if isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): return "its dataset is a datapipe"
-    if dl.batch_sampler is None: return "it makes no batches (`batch_size=None`)"
-    if is_stream(dl) and dl.num_workers: return (
-        "its dataset has no indices, and each of its processes reads it on its own")
-
-def why_not_torch(dl # A torch `DataLoader`
-):
-    "Return why `dl` can't be read by several ranks, with the remedy, or None if it can"
-    if any(isinstance(o,DistributedSampler) and o.num_replicas>1 for o in samplers_of(dl)): return (
-        "its `DistributedSampler` has already taken one worker's part. Leave it out: use "
-        "`shuffle=True` or a plain sampler, and the loader is sharded for you.")
+    "Return the `Plan` of `dl`"
+    if any(isinstance(o, DistributedSampler) and o.num_replicas > 1 for o in samplers_of(dl)):
+        return Plan('refused',
+            "its `DistributedSampler` has already taken one worker's part. Leave it out: use "
+            "`shuffle=True` or a plain sampler, and the loader is sharded for you.")
+    cls,why = type(dl),None
+    if not _is_plain(cls): why = f"`{cls.__name__}` has its own `__iter__`"
+    elif isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): why = "its dataset is a datapipe"
+    elif dl.batch_sampler is None: why = "it makes no batches (`batch_size=None`)"
+    elif is_stream(dl) and dl.num_workers:
+        why = "its dataset has no indices, and each of its processes reads it on its own"
+    return Plan('whole', why) if why else Plan()
