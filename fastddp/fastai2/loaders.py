@@ -22,8 +22,8 @@ from ..base.scoped import with_attrs
 from ..output.replay import print_line
 from ..shard.read_whole import ReadWhole, n_items
 from ..shard.sharded import (
-    CantShard, Plan, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader, report_errors,
-    sharded_clone, too_few, track_changes, workers_per_rank)
+    CantShard, Plan, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader,
+    report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
 from ..shard.torch_loader import (
     is_stream, plan_torch, samplers_of, shard_torch, torch_bs)
 

@@ -27,7 +27,8 @@ def _new_workers(ranks, stopped, mark, first):
     """Return new `Workers`. While the helper isn't ready, a line says what is waited for, and
     Ctrl-C ends the wait"""
     first_time = ''
-    if helper_is_importing(): first_time = " (first time in this kernel: importing torch and fastai)"
+    if helper_is_importing():
+        first_time = " (first time in this kernel: importing torch and fastai)"
     what = f"starting {several(len(ranks), 'worker')}{first_time} ..."
     status = StatusLine()
     def waiting(secs):
@@ -137,25 +138,24 @@ class Local(WorkerLauncher):
         "As `Launcher.prepare`"
         with self._exclusive() as interrupts:
             self._ensure_workers(nprocs, interrupts)
-            self._form_group(nprocs)
             self._start_timer()
         if interrupts.count: raise KeyboardInterrupt
     def submit(self, job, nprocs, interrupts, mark):
         "As `WorkerLauncher.submit`"
         self._ensure_workers(nprocs, interrupts, mark)
-        self._form_group(nprocs)        # while the payload is written
         packed = self._write_payload(job)
         self.workers.submit(run_on_rank, packed, self._payload_block,
                             self._specs(nprocs, job.work), **_env(nprocs))
     def _form_group(self, nprocs):
-        """Have new workers form their group. Spawned ones, which may still be importing torch, do
-        so when the job comes"""
+        """Have workers without a group form one. Spawned ones, which may still be importing torch,
+        do so when the job comes"""
         if self._rendezvous is not None: return
         self._rendezvous = os.path.join(self.workers.dir, f'rendezvous-{time.monotonic_ns()}')
         if self.workers.method == 'forkserver':
             self.workers.submit_early(join_early, self._specs(nprocs), **_env(nprocs))
     def _ensure_workers(self, nprocs, interrupts, mark=noop):
-        "Keep the workers of the last job if they fit, else start new ones"
+        """Keep the workers of the last job if they fit, else start new ones. They form their group
+        meanwhile"""
         ranks = self.worker_ranks(nprocs)
         if self.workers and not self.workers.can_run(ranks):
             self.workers.stop()
@@ -163,6 +163,7 @@ class Local(WorkerLauncher):
         if self.workers is None:
             on_gpu = bool(self._gpus(nprocs))
             self.workers = start_workers(ranks, on_gpu, lambda: interrupts.count, mark)
+        self._form_group(nprocs)
     def close(self,
         grace=2. # Seconds that processes have to end by themselves
     ):

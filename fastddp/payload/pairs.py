@@ -34,11 +34,12 @@ def _switch(name):
 # %% ../../nbs/payload/101_pairs.ipynb #3cc04158
 _SEARCHED = ('sys','socket','decimal','torch','torch._C','torch.backends.mha',
              'torch.multiprocessing','numpy')
-# `deterministic_algorithms`, `anomaly`, `printoptions`: they have a second part, see below
+# `deterministic_algorithms`, `anomaly`, `printoptions`: they have a second part, see below.
+# `start_method`: who reads multiprocessing's chooses it, and it can be chosen once
 _NOT_PAIRS = re.compile('thread|rng|trac|profile|asyncgen|hostname|torch_function|grad_enabled|'
                         'autocast|dlopen|coroutine|_cuda|graph_exec|debug_mode|default_device|'
                         'call|dispatch|env|metadata|deterministic_algorithms|anomaly|printoptions|'
-                        'switch')
+                        'switch|start_method')
 
 def _pairs():
     "Yield `(name of the function that sets it, Setting)`"
