@@ -68,8 +68,9 @@ def test_each_claim_has_a_test_on_simulated_gpus_or_a_reason():
 def test_a_section_on_simulated_gpus(tmp_path):
     if why := simulated_gpu.build.why_not(): pytest.skip(why)
     out = tmp_path/'found'
-    done = subprocess.run([sys.executable, str(root/'tools'/'gpu.py'), '--simulated', '--out', str(out), '--only', 'stop,parity'],
-                          cwd=tmp_path, capture_output=True, text=True, env=os.environ | dict(PYTHONPATH=str(root)))
+    command = [sys.executable, str(root/'tools'/'gpu.py'), '--simulated', '--out', str(out), '--only', 'stop,parity']
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True,
+                          env=os.environ | dict(PYTHONPATH=str(root)))
     found = json.loads(out.with_suffix('.json').read_text())
     assert done.returncode == 0 and found['dry'], done.stderr[-3000:]
     rows = {o['what']: o['ok'] for o in found['rows']}

@@ -194,7 +194,7 @@ def shard(dl,      # A `DeviceDataLoader` or a torch loader; in training after `
     """Return a loader like `dl` that yields the shard of `rank`. `own_loader` returns `dl` for it.
     `dl` may be sharded itself: the shard is one of its original"""
     shard_dl = _shard_torch_dl(original(torch_dl(dl)), rank, n, batch, train, common)
-    if not train: shard_dl._shard.whole_batches = True
+    shard_dl._shard.has_all_numbers = False
     pre = _streams_of(dl)
     if pre is not None:
         # It draws the order of its texts, which has to be the same on all ranks. This stays set in

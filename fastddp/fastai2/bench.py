@@ -22,6 +22,7 @@ from ..base.errors import CantDistribute, RankRaised
 from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
 import fastddp.fastai2.learner
+from .batch import step_of
 from .loaders import is_lm, lay_out, step_sizes, with_loaders
 from .snapshot import copy_of
 from ..launch.local import Local
@@ -96,7 +97,7 @@ class Pace(Callback):
         if self.done <= _N_WARM_UP:
             self.start = now
             return
-        self.items += self.dl.counts[self.iter][1]
+        self.items += step_of(self.learn).total
         self.seconds,self.waited = (b-a for a,b in zip(self.start, now))
         if self.done >= _N_WARM_UP+self.steps or self.seconds > self.most_seconds:
             raise CancelFitException

@@ -14,7 +14,7 @@ from ..base import group
 from ..base.rng import generator_state, seed_generator, seed_rank
 from .events import OurCallback, _FIRST
 from .loaders import (
-    dl_state, follow_original, order_holders, plan, set_dl_state, shard_batches, shard_dl)
+    dl_state, follow_original, order_holders, plan, set_dl_state, shard_dl)
 from .step import trained_beside
 from ..payload.state import move_opt_state
 from ..shard.gradients import average_grads, have_values
@@ -64,8 +64,7 @@ class ShardData(OurCallback):
         """Return a loader that yields this rank's part of `dl` to the fit, and all to other loops:
         in training a shard of each batch, in a validation whole batches"""
         rank,n = group.rank(),group.world_size()
-        if train: res = shard_dl(dl, rank, n, self.batch, train, self.common)
-        else: res = shard_batches(dl, rank, n, self.common)
+        res = shard_dl(dl, rank, n, self.batch, train, self.common)
         res._shard.agree_on_order = self.together.agree_on_order
         res._shard.other_loop = self.read_whole
         return res

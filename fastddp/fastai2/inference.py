@@ -149,7 +149,7 @@ def infer_in_group(learn, # A learner, the same on all ranks
     if n == 1 or group.from_rank0(_goes_over_all(learn, whole, n, fit)):
         type(learn)._do_epoch_validate(learn, dl=undivided(whole, fit.common))
     else:
-        of_fit = is_sharded(dl) and dl._shard.whole_batches
+        of_fit = is_sharded(dl) and not dl._shard.train
         if not of_fit: order_from_rank0(whole)
         own = dl if of_fit else fit.data.shard(whole, train=False)
         gather = gatherers(learn)

@@ -100,19 +100,12 @@ class ShardedDL(Sharded):
         shard.bs = size
     # what a callback makes of this loader is a whole one
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
-    def __len__(self):
-        s = self._shard
-        n_batches = super().__len__()
-        if s.whole_batches and s.train and self.drop_last: n_batches -= n_batches%s.n
-        return s.n_steps(n_batches)
+    def __len__(self): return self._shard.n_steps(super().__len__())
     def _begin(self):
         "Draw the order of the epoch, the same on all ranks; return its batches."
         self.randomize()
         self.before_iter()
-        s = self._shard
         batches = [*chunked(self.get_idxs(), self.bs, self.drop_last)]
-        # drop the batches of an incomplete global batch
-        if s.whole_batches and s.train and self.drop_last: del batches[len(batches)//s.n*s.n:]
         draw_seed()     # in one process torch's iterator draws one here
         return batches
     def _batches(self):
@@ -168,17 +161,16 @@ def shard_fastai(dl,      # A fastai `DataLoader`, not sharded itself
                  rank, n, # This rank, and how many there are
                  batch,   # `dl.bs` is the size 'per_worker', or the 'global' one
                  # True: all ranks take as many steps, and a rank without items borrows some.
-                 # False, for validation: each item is in one shard
+                 # False, for validation: whole batches in turn
                  train,
                  common   # `CommonRNG`, alike on all ranks
 ):
-    """Return the clone of `dl` that yields the shard of `rank`, as its `plan` says. A
-    rank takes a part of each global batch; or whole batches of `dl`, of which `n` make one global
-    batch, where these aren't divided."""
-    whole = makes_batches(dl)
-    bs = dl.bs if whole else global_batch_size(dl.bs, n, batch)
-    shard = Shard(dl, rank, n, bs, train, common)
-    shard.whole_batches = whole
+    """Return the clone of `dl` that yields the shard of `rank`. A rank takes a part of each global
+    batch; or whole batches of `dl`, of which `n` make one global batch, where these aren't
+    divided."""
+    in_turn = makes_batches(dl)
+    bs = dl.bs if in_turn else global_batch_size(dl.bs, n, batch)
+    shard = Shard(dl, rank, n, bs, train, common, in_turn)
     clone = sharded_clone(ShardedDL, shard)
     if is_lm(dl): lay_out(clone)
     # the torch loader that fastai's loader iterates over; it refers to the clone as `d`, which
@@ -260,7 +252,8 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable o
              rank,       # This rank, from 0
              world_size, # Number of ranks
              batch='per_worker', # The size of `dl` is that 'per_worker', or the 'global' one
-             # True: all ranks take as many steps. False, for validation: each item is in one shard
+             # True: all ranks take as many steps. False, for validation: `rank` takes whole batches
+             # of the loader in turn
              train=True,
              # `CommonRNG`, alike on all ranks; None: the global streams as they are now
              common=None
@@ -271,21 +264,13 @@ def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable o
     process."""
     dl = original(dl)
     if world_size==1: return undivided(dl)
+    if not train: batch = 'global'      # the loader's own batches
     how,why = plan(dl, batch, train)
     if how == 'refused': refuse_loader('This loader', world_size, why)
     common = common or CommonRNG.capture()
     if how == 'whole': return ReadWhole(dl, rank, world_size, batch, train, common)
     shard = shard_torch if isinstance(dl, TorchLoader) else shard_fastai
     return shard(dl, rank, world_size, batch, train, common)
-
-def shard_batches(dl,      # A loader, not sharded itself
-                  rank, n, # This rank, and how many there are
-                  common # `CommonRNG` from which an order is drawn
-):
-    "Return the loader that yields the whole batches of `dl` that `rank` predicts or validates"
-    res = shard_dl(dl, rank, n, 'global', train=False, common=common)
-    res._shard.whole_batches = res._shard.has_all_numbers = True
-    return res
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #ade82c38
 def step_sizes(dl,         # A loader

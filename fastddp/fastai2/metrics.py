@@ -17,7 +17,7 @@ from fastcore.foundation import L
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .batch import part_of
+from .batch import part_of, step_of
 from .events import OurCallback, _FIRST
 from ..shard.sharded import is_sharded, original
 from ..shard.trees import on_cpu, trees_of_ranks, turns_of_ranks
@@ -157,7 +157,7 @@ class Phase:
         else: self._keep(m, i, learn)
     def _accumulate_own(self, m, learn):
         if not self.is_training: return type(m).accumulate(m, learn)
-        if not learn.dl.counts[learn.iter][0]: return       # no item of this rank counts
+        if not step_of(learn).counts[0]: return     # no item of this rank counts
         pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
         with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
     def _keep(self, m, i, learn):

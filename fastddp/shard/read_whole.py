@@ -16,21 +16,6 @@ from .sharded import (
     Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration, pad_shard)
 from .trees import is_list_of_items, map_tensors, parts_of, tensors_in
 
-# %% ../../nbs/shard/305_read_whole.ipynb #7cf2376d
-class ReadsAround(Sharded):
-    """Base of loaders that iterate over the original. Such a loader is no clone: it has `_shard`,
-    `counts` and `idxs`, and all other attributes are those of the original"""
-    def __getattr__(self, k):
-        if k.startswith('__') or k=='_shard': raise AttributeError(k)
-        return getattr(self._shard.orig, k)
-    def __setattr__(self, k, v):
-        if k in ('counts','idxs'): vars(self)[k] = v
-        else: setattr(self._shard.orig, k, v)
-    def _count(self, epoch, *step): # As of `Step`, without its items
-        "Note the batch that is yielded next"
-        epoch.steps.append(Step((), *step))
-        note_step(self, epoch)
-
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
 def n_items(b):
     """Return the number of items of a batch; one of an unknown form counts as one item. Inputs that
@@ -50,9 +35,10 @@ def can_be_cut(b,
     return rows <= {size} and all(can_be_cut(o, size) for o in items.values())
 
 # %% ../../nbs/shard/305_read_whole.ipynb #104f6f4f
-class ReadWhole(ReadsAround):
-    """Yields this rank's part of a loader that can't be divided by items. Every rank reads all
-    batches of the original, in the common random streams, so that all have the same ones:
+class ReadWhole(Sharded):
+    """Yields this rank's part of a loader that can't be divided by items. It is no clone: it has
+    `_shard`, and all other attributes are those of the original. Every rank reads all batches of
+    that, in the common random streams, so that all have the same ones:
 
         batches in turn    with `whole_batches`, and in training 'per_worker': `n` batches of the
                            original make a global batch, of which rank r takes the r-th
@@ -60,26 +46,23 @@ class ReadWhole(ReadsAround):
                            that have a row for each item
         whole batches      the same, of batches that can't be cut: one rank in turn takes it"""
     def __init__(self, dl, rank, n, batch, train, common): # As of `shard_torch`
-        vars(self)['_shard'] = Shard(dl, rank, n, None, train, common)
-        self._shard.whole_batches = not train or batch == 'per_worker'
-        # of a global batch that lacks batches
-        self._shard.drops_last = train and getattr(dl, 'drop_last', False)
+        vars(self)['_shard'] = Shard(dl, rank, n, None, train, common, batch == 'per_worker')
+    def __getattr__(self, k):
+        if k.startswith('__') or k == '_shard': raise AttributeError(k)
+        return getattr(self._shard.orig, k)
+    def __setattr__(self, k, v): setattr(self._shard.orig, k, v)
     def __reduce__(self):
         s = self._shard
         batch = 'per_worker' if s.whole_batches else 'global'
         return ReadWhole, (s.orig, s.rank, s.n, batch, s.train, nullcontext())
-    def __len__(self):
-        s = self._shard
-        n_batches = len(s.orig)
-        if s.whole_batches and s.drops_last: n_batches -= n_batches%s.n
-        return s.n_steps(n_batches)
+    def __len__(self): return self._shard.n_steps(len(self._shard.orig))
     def _iter_shard(self):
         s = self._shard
         batches = iterate_original(self, s.common)
         start = 0       # position of the global batch in the epoch
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
-                if s.whole_batches and s.drops_last and len(read) < s.n: break
+                if s.drops_last and len(read) < s.n: break
                 if not start: s.first_read = checksum(read)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
@@ -87,7 +70,8 @@ class ReadWhole(ReadsAround):
                 else: b,own = self._rows(*read, total, len(epoch.steps))
                 if b is not None:
                     positions = range(start+own.start, start+own.stop, own.step)
-                    self._count(epoch, total, positions, n_items(b))
+                    epoch.steps.append(Step((), total, positions, n_items(b)))
+                    note_step(self, epoch)
                     yield b
                 start += total
     def _in_turn(self, read, sizes):

@@ -74,12 +74,13 @@ def shard_steps(batches, # Batches of the loader of one process, in order
                 train,   # Yield a step for every global batch. False: only where it has items
                 # Each rank takes one of `n` consecutive batches, which make one global batch.
                 # False: each rank takes some items of each batch, which is a global batch
-                whole_batches=False
+                whole_batches=False,
+                drops_last=False # Leave out a global batch of fewer than `n` of these
 ):
     "Yield the `Step`s of `rank` in an epoch"
     start = 0       # position of the global batch in the epoch
     # the loader's batches that make one global batch; the last step may have fewer than `n`
-    steps = chunked(batches, n) if whole_batches else ([b] for b in batches)
+    steps = chunked(batches, n, drops_last) if whole_batches else ([b] for b in batches)
     for parts in steps:
         batch = [o for b in parts for o in b]
         if whole_batches:
@@ -101,20 +102,12 @@ class Shard:
     divided, and where the current epoch stands. Who sets its attributes, besides the arguments:
 
         bs              also a callback of the user's, during a fit (`ShardedDL.bs`)
-        whole_batches   before the first iteration: `TorchShard`, `ReadWhole`, and the functions
-                        that shard a loader: `fastai2.loaders.shard_fastai` for one that makes its
-                        batches by code of its own; `fastai2.loaders.shard_batches` and
-                        `fastai1.loaders.shard` to predict or validate
-        has_all_numbers `fastai2.loaders.shard_batches`
+        has_all_numbers `fastai1.loaders.shard`
         epoch           `one_iteration` and `note_step`
         attrs_before    `track_changes`
         other_loop      `fastai2.callbacks` or `fastai1.callbacks`, when a fit shards its loaders
         fit_loop_next   the same set it to True, after all other callbacks and just before a loop of
                         the fit; `Sharded.__iter__` sets it to False when that begins"""
-    whole_batches = False   # each rank takes whole batches in turn, see `shard_steps`
-    # A rank's batches have the numbers that they have in one process, so the length is that one's:
-    # a progress bar counts the batches of all ranks
-    has_all_numbers = False
     epoch = None            # the `Epoch` that is read, or was read last
     attrs_before = None     # the sharded loader's attributes; None: `write_back` does nothing
     # In a fit only the fit's own loop reads this rank's shard. A callback that loops over the
@@ -130,9 +123,16 @@ class Shard:
                  rank, n,      # This rank, and the number of ranks
                  bs,           # Items of a full global batch; None where a batch sampler decides
                  train,        # As of `shard_steps`
-                 common        # `CommonRNG`, which has the same state on all ranks
+                 common,       # `CommonRNG`, which has the same state on all ranks
+                 in_turn=False # In training, too, each rank takes whole batches in turn
     ):
-        store_attr()
+        store_attr('orig,rank,n,bs,train,common')
+        self.whole_batches = in_turn or not train       # as of `shard_steps`
+        # leave out a global batch that lacks batches
+        self.drops_last = train and in_turn and getattr(orig, 'drop_last', False)
+        # A rank's batches have the numbers that they have in one process, so the length is that
+        # one's: a progress bar counts the batches of all ranks
+        self.has_all_numbers = not train
     def __getstate__(self):
         "Leave out functions that can't be pickled, and which a loader's process doesn't need"
         return vars(self) | dict(other_loop=None, agree_on_order=None)
@@ -143,11 +143,13 @@ class Shard:
     def n_steps(self, n_batches): # Number of the loader's own batches
         "Return the length of the sharded loader"
         if self.has_all_numbers or not self.whole_batches: return n_batches
+        if self.drops_last: return n_batches//self.n
         # in training each rank has as many steps as rank 0
         return len(range(0 if self.train else self.rank, n_batches, self.n))
     def steps(self, batches):
         "Yield this rank's `Step`s of an epoch, whose `batches` are the loader's own"
-        return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches)
+        return shard_steps(batches, self.rank, self.n, self.train, self.whole_batches,
+                           self.drops_last)
 
 # %% ../../nbs/shard/301_sharded.ipynb #58f146f6
 class Epoch:
@@ -155,9 +157,7 @@ class Epoch:
     def __init__(self, steps # This rank's `Step`s; those of a stream are appended as they are read
     ):
         self.steps = steps
-        self.counts = [o.counts for o in steps]     # `Step.counts` of each step
-        self.idxs = []          # positions of this rank's items in the batches yielded so far
-        self.n_yielded = 0      # number of these batches
+        self.n_yielded = 0      # number of batches yielded so far
         self.is_running = True
 
 @contextlib.contextmanager
@@ -167,28 +167,16 @@ def one_iteration(dl,   # A sharded loader
     """Make a new `Epoch` the current one of `dl`, and yield it. Afterwards the outer iteration's is
     the current one again, if that iteration still runs"""
     outer = dl._shard.epoch
-    epoch = Epoch(steps)
-    _publish(dl, epoch)
+    epoch = dl._shard.epoch = Epoch(steps)
     try: yield epoch
     finally:
         epoch.is_running = False
-        if outer and outer.is_running: _publish(dl, outer)
+        if outer and outer.is_running: dl._shard.epoch = outer
 
 def note_step(dl, epoch):
     "Count the next step of `epoch`, just before its batch is yielded"
-    i = epoch.n_yielded
-    step = epoch.steps[i]
-    if i == len(epoch.counts): epoch.counts.append(step.counts)     # of a stream
-    epoch.idxs += step.positions
     epoch.n_yielded += 1
-    _publish(dl, epoch)
-
-def _publish(dl, epoch):
-    """Make `epoch` the current one of `dl`. Called at each step: the user's class may have
-    attributes of these names, and write to them"""
     dl._shard.epoch = epoch
-    dl.counts = epoch.counts
-    dl.idxs = epoch.idxs
 
 # %% ../../nbs/shard/301_sharded.ipynb #f1d06eb4
 def batch_items(dl,  # A loader in the middle of an epoch
@@ -245,7 +233,7 @@ def sharded_clone(mixin, # Subclass of `Sharded`
 #
 # Attributes of the clone that aren't copied. `_iterator`: a torch loader's, with processes that
 # persist; `it`: the iterator of a fastai loader over its dataset
-_STAY_IN_CLONE = '_shard counts idxs _iterator it'.split()
+_STAY_IN_CLONE = '_shard _iterator it'.split()
 
 def track_changes(dl):
     "Note the attributes of the sharded `dl`: `write_back` copies those that change from now on"
@@ -277,13 +265,11 @@ class Sharded:
         __iter__        this rank's shard, or for a callback's own loop what `other_loop` yields
         _begin *        draws the order, inside the common streams, and returns the batches of the
                         epoch as lists of indices; of a stream None: `Step`s are added as it is read
-        _prepare        takes this rank's `Step`s
         write_back      gives the original what that changed
         one_iteration   makes the `Epoch`
         _batches *      yields this rank's batches, one for each step, in the rank's own streams;
                         `note_step` counts each just before it is yielded
         write_back      again, also if the epoch was cut off"""
-    counts,idxs = (),()     # those of the current `Epoch`
     def __iter__(self):
         s = self._shard
         is_fit_loop = s.other_loop is None or s.fit_loop_next
@@ -293,7 +279,6 @@ class Sharded:
         s = self._shard
         with s.common, group.as_one_process(): batches = self._begin()
         steps = [] if batches is None else [*s.steps(s.agreed(batches))]
-        self._prepare(steps)
         write_back(self)        # what drawing the order changed
         try:
             with one_iteration(self, steps) as epoch:
@@ -304,7 +289,6 @@ class Sharded:
                 n = len(steps)
                 if epoch.n_yielded < n: raise RuntimeError(_ENDED.format(epoch.n_yielded, n))
         finally: write_back(self)
-    def _prepare(self, steps): "Do what must be done before the batches of `steps` are made"
     def __reduce__(self):
         # For a process of the loader. The class is made by `sharded_class(mixin, cls)`, so pickle
         # can't find it by its name

@@ -35,7 +35,7 @@ def torch_bs(dl):
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #0629f7f7
 class NextSteps:
-    """The batch sampler of an inner loader: it iterates over the list `steps`, which `_prepare`
+    """The batch sampler of an inner loader: iterates over the list `steps`, which `ShardedTorch`
     sets for each epoch. Another list doesn't change an iteration that has begun"""
     steps = ()              # A list of indices for each batch
     def __iter__(self): return iter(self.steps)
@@ -46,8 +46,8 @@ class TorchShard(Shard):
     def __init__(self, dl, rank, n, batch, train, common):      # As of `shard_torch`
         own = dl.batch_sampler
         bs = global_batch_size(torch_bs(dl), n, batch)
-        super().__init__(dl, rank, n, bs, train, common)
-        self.whole_batches = bs is None and batch == 'per_worker'
+        super().__init__(dl, rank, n, bs, train, common,
+                         in_turn=bs is None and batch == 'per_worker')
         # Yields the global batches; with `whole_batches`, `n` of what it yields make one
         self.global_batches = own
         if bs:
@@ -105,12 +105,13 @@ class ShardedTorch(Sharded):
             draw_seed(self.generator)
             if self.num_workers: batches = iter(s.global_batches)
         return None if is_stream(self) else [*batches]  # `_StepItems` adds the steps of a stream
-    def _prepare(self, steps): self._shard.next_steps.steps = [o.items for o in steps]
 
     def _batches(self):
+        s = self._shard
+        s.next_steps.steps = [o.items for o in s.epoch.steps]
         # it draws seeds, too, for which a rank that is alone has no stream of its own
-        alone = torch.random.fork_rng((), enabled=self._shard.n == 1)
-        with alone: return DataLoader.__iter__(self._shard.inner_loader)
+        alone = torch.random.fork_rng((), enabled=s.n == 1)
+        with alone: return DataLoader.__iter__(s.inner_loader)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #958a17d5
 def shard_torch(dl,      # A torch `DataLoader`, not sharded itself

@@ -34,7 +34,8 @@ class Seen(Collect):
     def before_fit(self): self.rows = []
     def before_batch(self):
         if not self.training: return
-        n = self.learn.dl.counts[self.iter][0] if hasattr(self.learn.dl, 'counts') else len(self.xb[0])
+        shard = getattr(self.learn.dl, '_shard', None)
+        n = shard.epoch.steps[self.iter].counts[0] if shard else len(self.xb[0])
         for x in self.xb[0][:n]: self.note(self.epoch, self.iter, x[0])
 
 

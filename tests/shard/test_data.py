@@ -31,6 +31,17 @@ def ids(b):
     return b.tolist()
 
 
+def counts(dl):
+    "Of each step of the epoch: how many items of this rank count, and how many of all"
+    return [o.counts for o in dl._shard.epoch.steps]
+
+
+def positions(dl):
+    "Those of this rank's items in the batches that it has yielded so far"
+    epoch = dl._shard.epoch
+    return [i for o in epoch.steps[:epoch.n_yielded] for i in o.positions]
+
+
 def one_process(make, n_epoch=2, read=ids):
     "What one process reads, and the streams it leaves behind"
     seed(); dl = make()
@@ -134,7 +145,7 @@ def test_training_is_one_process_sharded(kind, shuffle, drop_last):
                 got = [ids(o) for o in dl]
                 assert got == [e for e, _ in expect]
                 assert all(len(o) > 1 for o in got) and len(got) == len(batches)
-                assert dl.counts == [(c, len(o)) for (_, c), o in zip(expect, batches)]
+                assert counts(dl) == [(c, len(o)) for (_, c), o in zip(expect, batches)]
         for dl in dls: assert same_state(dl._shard.common.state(), streams)
 
 
@@ -143,13 +154,12 @@ def test_training_is_one_process_sharded(kind, shuffle, drop_last):
 @pytest.mark.parametrize('kind', KINDS)
 def test_validation_has_nothing_twice_and_its_order_returns(kind, drop_last):
     for m, b, n in sizes:
-        (batches,), _ = one_process(lambda: KINDS[kind](m, n*b, drop_last=drop_last), 1)
+        (batches,), _ = one_process(lambda: KINDS[kind](m, b, drop_last=drop_last), 1)
         dls = ranks(lambda: KINDS[kind](m, b, drop_last=drop_last), n, train=False)
         parts = [[ids(o) for o in dl] for dl in dls]
-        assert parts == [[shard_batch(o, r, n) for o in batches if len(o) > r] for r in range(n)]
+        assert parts == [batches[r::n] for r in range(n)]
         flat = [o for part in parts for b_ in part for o in b_]
-        positions = [p for o in dls for p in o.idxs]
-        assert sorted(zip(positions, flat)) == [*enumerate(o for b_ in batches for o in b_)]
+        assert sorted(zip([p for o in dls for p in positions(o)], flat)) == [*enumerate(o for b_ in batches for o in b_)]
 
 
 @pytest.mark.parametrize('kind', KINDS)
@@ -169,7 +179,7 @@ def test_one_rank_is_the_loader_itself_to_the_bit(kind, shuffle):
     seed(1); common = CommonRNG.capture(); seed(5); seed_rank(0, 1, common)
     for batches in epochs:
         assert [ids(o) for o in dl] == batches
-        assert dl.counts == [(len(o), len(o)) for o in batches] and dl.idxs == [*range(sum(map(len, batches)))]
+        assert counts(dl) == [(len(o), len(o)) for o in batches] and positions(dl) == [*range(sum(map(len, batches)))]
     assert same_state(common.state(), streams)
 
 
@@ -216,7 +226,7 @@ def test_any_loader_size_and_rank(kind, m, b, n, shuffle, drop_last, whole):
     got = [[ids(o) for o in dl] for dl in dls]
     if n == 1: assert got == [batches]
     else: assert got == [[train_shard(o, r, n)[0] for o in batches] for r in range(n)]
-    assert [sum(c for c, _ in o) for o in zip(*(o.counts for o in dls))] == [*map(len, batches)]
+    assert [sum(c for c, _ in o) for o in zip(*(counts(o) for o in dls))] == [*map(len, batches)]
 
 
 # ---- how long an epoch is
@@ -275,7 +285,7 @@ def test_a_language_models_streams_stay_with_their_rank(n, shuffle):
             assert len(dl) == len(batches) and got == [[shard_batch(o, r, n) for o in b] for b in batches]
             for (_, y), (x, _) in zip(got, got[1:]):               # the next batch goes on where this one's targets end
                 assert [o[-1] for o in y] == [o[0] for o in x]
-            assert dl.counts == [(2, 2*n)]*len(batches)
+            assert counts(dl) == [(2, 2*n)]*len(batches)
     assert dls[0]._shard.orig.bs == 2 and dls[0].bs == 2*n
     if shuffle: assert epochs[0] != epochs[1]
 
@@ -315,7 +325,7 @@ def test_a_before_batch_may_leave_items_out_or_double_them():
     dls = ranks(lambda: DataLoader(range(7), bs=2, before_batch=double), 2)
     assert [[ids(o) for o in dl] for dl in dls] == [[[0, 100, 2, 102], [4, 104, 6, 106]],
                                                    [[1, 101, 3, 103], [5, 105, 5, 105]]]
-    assert [o.counts for o in dls] == [[(2, 4), (2, 3)], [(2, 4), (1, 3)]]
+    assert [counts(o) for o in dls] == [[(2, 4), (2, 3)], [(2, 4), (1, 3)]]
 
 
 @pytest.mark.parametrize('batch,expect', [('per_worker', [2, 4, 8]), ('global', [2, 4, 8])])
@@ -376,7 +386,7 @@ def test_worker_processes_build_what_the_rank_needs(kind, workers, monkeypatch):
             torch.manual_seed(100+10*epoch+r)          # a rank's own streams differ, as after `seed_rank`
             got = [*dl]
             assert [ids(o) for o in got] == [train_shard(o, r, 2)[0] for o in batches]
-            assert dl.counts == [(4, 8), (4, 8), (3, 6)]
+            assert counts(dl) == [(4, 8), (4, 8), (3, 6)]
             noise |= {o for _, v in got for o in v.tolist()}
     assert len(noise) == 44
     for dl in dls: assert same_state(dl._shard.common.state(), streams)
@@ -407,11 +417,11 @@ def test_whole_batches_of_a_batch_sampler():
     def make(): return TorchLoader(range(11), batch_sampler=own)
     dls = ranks(make, 2)
     assert [[ids(o) for o in dl] for dl in dls] == [[[0, 1, 2], [4, 5], [10, 10]], [[3, 3], [6, 7, 8, 9], [10, 10]]]
-    assert [o.counts for o in dls] == [[(3, 4), (2, 6), (1, 1)], [(1, 4), (4, 6), (0, 1)]]
+    assert [counts(o) for o in dls] == [[(3, 4), (2, 6), (1, 1)], [(1, 4), (4, 6), (0, 1)]]
     assert {len(o) for o in dls} == {3} and step_sizes(make(), 2) == (None, 3)
     valid = ranks(make, 2, train=False)
     assert [[ids(o) for o in dl] for dl in valid] == [[[0, 1, 2], [4, 5], [10]], [[3], [6, 7, 8, 9]]]
-    assert [o.idxs for o in valid] == [[0, 1, 2, 4, 5, 10], [3, 6, 7, 8, 9]]
+    assert [positions(o) for o in valid] == [[0, 1, 2, 4, 5, 10], [3, 6, 7, 8, 9]]
     assert {len(o) for o in ranks(make, 2, batch='global')} == {5}
 
 
@@ -421,16 +431,15 @@ def test_whole_batches_of_a_batch_sampler():
     lambda: [torch.arange(2)]*5])
 def test_in_a_validation_the_length_is_that_of_one_process(make):
     "A rank's batches have the numbers that they have there, and a progress bar counts them up to the length"
-    common = CommonRNG.capture()
-    for r in range(2): assert len(loaders.shard_batches(make(), r, 2, common)) == len(make())
+    for r in range(2): assert len(shard_dl(make(), r, 2, train=False)) == len(make())
 
 
 @pytest.mark.parametrize('make', [lambda: TorchLoader(range(11), batch_size=2), lambda: [torch.arange(2)]*5])
 def test_in_a_validation_of_fastai_1_the_length_is_that_of_the_rank(make):
     "There a progress bar counts its own batches"
     for r in range(2):
-        dl = shard_dl(make(), r, 2, 'global', train=False)
-        dl._shard.whole_batches = True
+        dl = shard_dl(make(), r, 2, train=False)
+        dl._shard.has_all_numbers = False
         assert len(dl) == len([*dl])
 
 
@@ -463,20 +472,13 @@ def test_new_makes_a_plain_loader():
 def test_a_sharded_loader_is_sharded_from_its_original():
     dl = TfmdDL(range(9), bs=2, num_workers=0)
     again = shard_dl(shard_dl(dl, 0, 2), 1, 2, train=False)
-    assert again._shard.orig is dl and [ids(o) for o in again] == [[1, 3], [5, 7]]
+    assert again._shard.orig is dl and [ids(o) for o in again] == [[2, 3], [6, 7]]
     assert shard_dl(shard_dl(dl, 0, 1), 0, 1)._shard.orig is dl
 
 
 def test_a_sharded_loader_can_be_pickled():
     dl = pickle.loads(pickle.dumps(shard_dl(TfmdDL([*range(9)], bs=2, num_workers=0), 1, 2, train=False)))
-    assert is_sharded(dl) and isinstance(dl, TfmdDL) and [ids(o) for o in dl] == [[1, 3], [5, 7]]
-
-
-def test_a_loader_may_use_our_names():
-    class Own(DataLoader):
-        def create_item(self, i): self.idxs = ['mine']; return super().create_item(i)
-    dl = shard_dl(Own(range(9), bs=2), 1, 2)
-    assert [dl.idxs for _ in dl] and dl.idxs == [1, 3, 5, 7]
+    assert is_sharded(dl) and isinstance(dl, TfmdDL) and [ids(o) for o in dl] == [[2, 3], [6, 7]]
 
 
 def test_an_epoch_left_early():
@@ -485,7 +487,7 @@ def test_an_epoch_left_early():
     for r, dl in enumerate(dls):
         for i, b in enumerate(dl):
             if i == 1: break
-        assert len(dl.idxs) == 4 and dl._shard.orig.rng is dl.rng
+        assert len(positions(dl)) == 4 and dl._shard.orig.rng is dl.rng
         assert [ids(o) for o in dl] == [shard_batch(o, r, 2) for o in epochs[1]]
 
 
@@ -497,9 +499,9 @@ def test_another_iteration_in_the_middle_of_one(kind):
     for i, b in enumerate(dl):
         got.append(ids(b))
         if i in (1, 3): next(iter(dl))
-        assert dl.counts[i] == ((3, 6) if i < 3 else (1, 3)) and len(dl.idxs) == min(10, 3*i+3)
+        assert counts(dl)[i] == ((3, 6) if i < 3 else (1, 3)) and len(positions(dl)) == min(10, 3*i+3)
     assert got == [train_shard(o, 1, 2)[0] for o in batches]
-    assert dl.counts == [(3, 6)]*3+[(1, 3)] and dl.idxs == [*range(1, 21, 2)]
+    assert counts(dl) == [(3, 6)]*3+[(1, 3)] and positions(dl) == [*range(1, 21, 2)]
 
 
 def test_sharded_for_training_or_for_validation():
@@ -595,13 +597,13 @@ def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatc
     for train in True, False:
         dls = ranks(WHOLE[name], n, train=train)
         got = [[flat(b) for b in dl] for dl in dls]
-        counts = [[count for count, _ in dl.counts] for dl in dls]
+        own = [[count for count, _ in counts(dl)] for dl in dls]
         if train: assert len({*map(len, got)}) == 1
         # of a batch of one item, which is fed twice, one counts
         kept = [[b[::2] if train and count == 1 else b for b, count in zip(bs, cs) if count]
-                for bs, cs in zip(got, counts)]
+                for bs, cs in zip(got, own)]
         assert [kept[i % n][i//n] for i in range(len(batches))] == batches
-        assert sum(map(sum, counts)) == sum(len(dl.idxs) for dl in dls)
+        assert sum(map(sum, own)) == sum(len(positions(dl)) for dl in dls)
 
 
 @pytest.mark.parametrize('n', [2, 3])
@@ -634,7 +636,7 @@ def test_a_batch_that_cannot_be_cut_stays_whole():
     "A rank without a batch in the last round is fed that of another one, as one without enough items"
     dls = ranks(GraphLoader, 2)
     got = [[*dl] for dl in dls]
-    assert [[count for count, _ in dl.counts] for dl in dls] == [[2, 2, 1], [2, 2, 0]]
+    assert [[count for count, _ in counts(dl)] for dl in dls] == [[2, 2, 1], [2, 2, 0]]
     for b, y in got[0]+got[1]: assert len(b.of) == len(b.x) == (7 if len(y) == 2 else 3) and b.of.max() == len(y)-1
 
 
@@ -644,7 +646,7 @@ def test_the_rows_of_a_batch_are_dealt_out_where_it_is_the_global_one(name):
     dls = ranks(WHOLE[name], 2, batch='global')
     got = [[flat(b) for b in dl] for dl in dls]
     for k, b in enumerate(batches):
-        (n0, total), (n1, _) = dls[0].counts[k], dls[1].counts[k]
+        (n0, total), (n1, _) = counts(dls[0])[k], counts(dls[1])[k]
         assert n0+n1 == total and {*got[0][k]} | {*got[1][k]} == {*b}
 
 
@@ -666,12 +668,12 @@ def test_training_data_that_leaves_workers_idle(make, why):
 
 def test_fewer_items_than_workers():
     dls = ranks(lambda: DataLoader(range(2), bs=2), 3)
-    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 0]], [[1, 1]], [[0, 1]]] and dls[2].counts == [(0, 2)]
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 0]], [[1, 1]], [[0, 1]]] and counts(dls[2]) == [(0, 2)]
     check_dl(DataLoader(range(2), bs=2), 3)
 
 
 def test_a_batch_smaller_than_the_ranks_leaves_some_without_items():
     check_dl(DataLoader(range(9), bs=2), 3, 'global')
     dls = ranks(lambda: DataLoader(range(4), bs=2), 3, batch='global')
-    assert [[o for o, _ in dl.counts] for dl in dls if [*dl]] == [[1, 1], [1, 1], [0, 0]]
+    assert [[o for o, _ in counts(dl)] for dl in dls if [*dl]] == [[1, 1], [1, 1], [0, 0]]
     with pytest.raises(ValueError, match="use 'per_worker' or"): check_dl(DataLoader(range(9), bs=2), 3, 'local')
