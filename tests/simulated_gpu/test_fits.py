@@ -183,9 +183,13 @@ class Waits(Callback):
 
 
 @pytest.mark.parametrize('norm', [nn.Identity, nn.BatchNorm2d], ids=str)
+@pytest.mark.parametrize('loss', ['cross entropy', 'squares'])
 @on_gpus()
-def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm):
+def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm, loss):
+    "The host knows what squares are a mean over, and only the GPU knows it of a cross entropy"
     one, many = (learner(n_train=96, cbs=Waits(), model=convnet(norm)) for _ in range(2))
+    if loss == 'squares':
+        for o in one, many: o.model, o.loss_func, o.metrics = o.model.append(nn.Linear(5, 1).to(gpu())), MSELossFlat(), []
     one.fit(1)
     many.distrib_fit(1, gpus=[0, 1])
     plain, ours = one.waits.steps, many.waits.steps
