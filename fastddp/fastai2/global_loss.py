@@ -105,18 +105,18 @@ class GlobalLoss(LossCall):
         loss, # That of a backward pass
         first # True for the first pass of this batch
     ):
-        "Return the loss to run backward in place of `loss`: with zeros if no item counts here"
-        if isinstance(self.part.divisor, torch.Tensor): return self._scaled_on_device(loss, first)
-        if self.part.divisor: return loss if self.scale == 1. else loss*self.scale
-        # with class weights gradients would be NaN, also below `torch.where`
-        if self._has_class_weights(): return zero_loss(leaves_of(graph_of(loss)).values())
-        return torch.where(loss.new_zeros(()) > 0, loss, 0.)
-    def _scaled_on_device(self, loss, first):
-        "As `scaled`, where only the device knows whether any of this rank's items count"
-        any_counts = self.part.divisor > 0
-        for t in tensors_in(self.learn.pred) if first and self._has_class_weights() else ():
+        "Return the loss to run backward in place of `loss`: times 0 if no item counts here"
+        if self._has_class_weights():   # gradients would be NaN, also below a factor of 0
+            if isinstance(self.part.divisor, torch.Tensor):
+                if first: self._drop_nans(self.part.divisor > 0)
+            elif not self.part.divisor: return zero_loss(leaves_of(graph_of(loss)).values())
+        # for the value of a tensor the host would wait
+        if not isinstance(self.scale, torch.Tensor) and self.scale == 1.: return loss
+        return loss*self.scale
+    def _drop_nans(self, any_counts):
+        "Have predictions get zeros as gradients unless `any_counts`, which only the device knows"
+        for t in tensors_in(self.learn.pred):
             if t.requires_grad: t.register_hook(lambda g: torch.where(any_counts, g, 0.))
-        return torch.where(any_counts, loss, self.part.divisor)*self.scale
     def _has_class_weights(self):
         weights = class_weights(self.user_func())
         return weights is not None and weights.weight is not None

@@ -24,7 +24,7 @@ from .options import engine_for, in_launched_group, refuse_changes, warn_without
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.columns import ColumnCache
-from ..payload.state import model_tensors, move_opt_state
+from ..payload.state import model_tensors, move_data, move_opt_state
 from ..process.helper import helper_is_importing
 from ..shard.same_model import bn_note
 
@@ -38,7 +38,8 @@ def on_gpus(learn):
 # %% ../../nbs/launch/511_session.ipynb #1a6ccc5f
 @contextmanager
 def offloaded(learn,
-    home=None # The device of the learner's batches, if a fit moves the model there; else None
+    home=None, # The device of the learner's batches, if a fit moves the model there; else None
+    copies={} # `Payload.host_copies` of the learner: what these have isn't copied again
 ):
     """Move model, gradients and optimizer state from GPUs to the CPU, and back at the end, also if
     the first move fails or is interrupted. With `home` a model on the CPU goes there at the end. If
@@ -47,10 +48,11 @@ def offloaded(learn,
     if not moved and home is not None and is_accelerator(home):
         moved = [(t, home) for t in model_tensors(learn.model).values()]
     def move(
-        device=None # None: the original device of each tensor
+        device=None, # None: the original device of each tensor
+        copies={}
     ):
         # not by `Module.to`, which makes new buffers
-        for t,original_device in moved: t.data = t.data.to(device or original_device)
+        for t,original_device in moved: move_data(t, device or original_device, copies)
         if not moved: return
         for p in learn.model.parameters():
             # a gradient that was set meanwhile, where the parameter was then
@@ -58,10 +60,11 @@ def offloaded(learn,
         # the kernels of RNNs want weights in one piece of memory, as `Module.to` leaves them
         for m in learn.model.modules():
             if isinstance(m, nn.RNNBase): m.flatten_parameters()
-        move_opt_state(getattr(learn, 'opt', None))     # to where its parameters are now
+        # to where its parameters are now
+        move_opt_state(getattr(learn, 'opt', None), copies=copies)
         device_module().empty_cache()
     try:
-        move('cpu')
+        move('cpu', copies)
         yield
     finally:
         try: move()
@@ -145,7 +148,8 @@ class Call:
         self.report.sent_bytes = job.payload.nbytes
         self.report.end_phase('snapshot')
         self.before_run()
-        with delay_interrupts(), offloaded(self.learn, self.home()):
+        copies = job.payload.host_copies()
+        with delay_interrupts(), offloaded(self.learn, self.home(), copies):
             try: out = self.session.launcher.run(job, self.session.n, self.on_event)
             # any exception: showing output may also fail in the notebook
             except BaseException as e:

@@ -33,6 +33,10 @@ class Payload(NamedTuple):
     def copied_buffers(self):
         "Return a writable copy of each buffer, for a `load` in the same process"
         return [*map(bytearray, self.buffers)]
+    def host_copies(self):
+        "Return `{address in C of a storage on a GPU: the storage on the CPU that a buffer shows}`"
+        copies = [(b.obj.copied(), b.obj.storage) for b in self.buffers if hasattr(b.obj, 'copied')]
+        return {s._cdata:copy for s,copy in copies if s is not None and s is not copy}
 
 # %% ../../nbs/payload/102_pickling.ipynb #be2f6959
 _replacements = contextvars.ContextVar('fastddp-replacements', default=None)

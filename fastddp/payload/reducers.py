@@ -170,6 +170,7 @@ def _(storage, pickler):
     # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
     as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
     as_bytes.storage = on_cpu       # alive as long as the buffer
+    as_bytes.copied = weakref.ref(storage)
     return load_storage, (pickle.PickleBuffer(as_bytes), device)
 
 def load_storage(

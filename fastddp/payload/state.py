@@ -10,6 +10,7 @@ import torch
 from fastcore.foundation import L
 from torch import nn
 
+from .kinds import has_storage
 from .reducers import HOOKS
 
 # %% ../../nbs/payload/109_state.ipynb #ef2da4cf
@@ -61,10 +62,24 @@ def opt_tensors(opt):
     "Return a list of the optimizer's tensors; it is empty if `opt` is None"
     return [t for t,*_ in _tensors_with_params(opt)]
 
+def move_data(t,
+    device, # Where to
+    copies={} # The `Payload.host_copies`, for a move to the CPU
+):
+    "Move a tensor in place; to the CPU into the copy of its storage, if there is one"
+    copy = None
+    if copies and torch.device(device).type == 'cpu' != t.device.type and has_storage(t):
+        copy = copies.get(t.untyped_storage()._cdata)
+    if copy is None or t.is_conj(): t.data = t.data.to(device)
+    else:
+        place = t.storage_offset(), t.shape, t.stride()
+        t.data = torch.empty(0, dtype=t.dtype).set_(copy, *place)
+
 def move_opt_state(
     opt,         # An optimizer, or None
-    device=None # Where to; None: the device of the parameter
+    device=None, # Where to; None: the device of the parameter
+    copies={} # As of `move_data`
 ):
     "Move the optimizer's tensors in place, but not those that belong on the CPU"
     for t,p,moves in _tensors_with_params(opt):
-        if moves: t.data = t.data.to(device or p.device)
+        if moves: move_data(t, device or p.device, copies)

@@ -668,7 +668,8 @@ def test_training_data_that_leaves_workers_idle(make, why):
 
 def test_fewer_items_than_workers():
     dls = ranks(lambda: DataLoader(range(2), bs=2), 3)
-    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 0]], [[1, 1]], [[0, 1]]] and counts(dls[2]) == [(0, 2)]
+    assert [[ids(o) for o in dl] for dl in dls] == [[[0, 0]], [[1, 1]], [[0, 1]]]
+    assert counts(dls[2]) == [(0, 2)]
     check_dl(DataLoader(range(2), bs=2), 3)
 
 

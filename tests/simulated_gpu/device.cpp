@@ -43,7 +43,7 @@ int device_count() {
 
 thread_local c10::DeviceIndex current = 0;
 thread_local int64_t stream_of[kMaxDevices] = {0};
-std::atomic<int64_t> waits;
+std::atomic<int64_t> waits, bytes_read;     // bytes that were copied to the host
 
 c10::DeviceIndex or_current(int i) { return i < 0 ? current : c10::DeviceIndex(i); }
 
@@ -281,6 +281,7 @@ thread_local bool in_fallback = false;      // copies of the fallback itself are
 
 at::Tensor copy_from(const at::Tensor& from, const at::Tensor& to, bool non_blocking) {
   if (is_ours(from) != is_ours(to) && !non_blocking && !in_fallback) waits++;
+  if (is_ours(from) && !is_ours(to) && !in_fallback) bytes_read += from.nbytes();
   host(to).copy_(host(from).to(to.scalar_type()));
   return to;
 }
@@ -723,6 +724,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("limit", [] { return ledger()->limit.load(); });
   m.def("set_limit", [](int64_t n) { ledger()->limit = n; });
   m.def("waits", [] { return waits.load(); });
+  m.def("bytes_read", [] { return bytes_read.load(); });
   m.def("synchronize", [] { waits++; });
   m.def("generator", &generator);
   m.def("wrap", [](c10::intrusive_ptr<c10d::Backend> b) {

@@ -26,7 +26,7 @@ def _loaded():
 
 C = _loaded()
 used, most, reset_most, used_by_all = C.used, C.most, C.reset_most, C.used_by_all
-waits, set_limit = C.waits, C.set_limit
+waits, bytes_read, set_limit = C.waits, C.bytes_read, C.set_limit
 if os.environ.get('VGPU_MEMORY') and not C.limit(): set_limit(int(os.environ['VGPU_MEMORY']))
 
 

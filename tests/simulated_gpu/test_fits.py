@@ -118,6 +118,57 @@ def test_while_workers_train_the_notebook_holds_nothing_on_its_gpu():
     assert there == {torch.device('cpu')} and used < 64 and places(learn) == {gpu(0)}
 
 
+class Tied(nn.Module):
+    "Two layers have one weight, and a buffer shows a part of it"
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(1)
+        self.a, self.b, self.c = nn.Linear(36, 36), nn.Linear(36, 36), nn.Linear(36, 5)
+        self.b.weight = self.a.weight
+        self.to(gpu()).register_buffer('shown', self.a.weight.detach()[:2])
+    def forward(self, x): return self.c(self.b(F.relu(self.a(x.flatten(1)))))
+
+
+def state_of(learn):
+    "Weights, gradients and the optimizer's state"
+    ps = [*learn.model.parameters()]
+    of_params = getattr(learn.opt, 'opt', learn.opt).state
+    state = [t for p in ps for t in of_params[p].values() if isinstance(t, torch.Tensor) and t.dim()]
+    return [*ps, *(p.grad for p in ps if p.grad is not None), *state]
+
+
+class ReadsBefore(Local):
+    "How many bytes were copied to the host before the workers get the learner, and what it holds then"
+    def run(self, *args, **kwargs):
+        import simulated_gpu.device as device
+        self.read, self.there = device.bytes_read(), [t.detach().clone() for t in state_of(self.learn)]
+        return super().run(*args, **kwargs)
+
+
+@pytest.mark.parametrize('opt', ['adam', 'adamw'])
+@on_gpus()
+def test_before_a_fit_the_state_is_copied_to_the_host_once(opt):
+    import simulated_gpu.device as device
+    one, many = (learner(model=Tied(), **KINDS[opt]) for _ in range(2))
+    for learn in one, many:
+        learn.fit(1, .01)
+        learn.model(pictures()[0].to(gpu())).sum().backward()       # gradients that workers get
+    had, launcher, m = [t.detach().clone() for t in state_of(many)], ReadsBefore(gpus=[0, 1]), many.model
+    before, launcher.learn = [*m.parameters()], many
+    one.dls.train.bs = 12
+    one.fit(1, .01)
+    start = device.bytes_read()
+    many.distrib_fit(1, .01, launcher=launcher)
+    nbytes = sum(t.nbytes for t in had)
+    assert all(t.device.type == 'cpu' and torch.equal(t, h.cpu()) for t, h in zip(launcher.there, had))
+    assert nbytes <= launcher.read-start < 1.1*nbytes, (launcher.read-start, nbytes)
+    # afterwards all is where it was, and has what one process has
+    assert places(many) == {gpu()} and all(a is b for a, b in zip(before, m.parameters()))
+    assert m.a.weight is m.b.weight and torch.equal(m.shown, m.a.weight[:2])
+    assert_alike(one, many)
+    assert largest([t.detach().cpu() for t in state_of(one)], [t.detach().cpu() for t in state_of(many)]) < 2e-5
+
+
 # Memory and failures
 
 class Ends(Callback):
@@ -183,9 +234,15 @@ class Waits(Callback):
 
 
 @pytest.mark.parametrize('norm', [nn.Identity, nn.BatchNorm2d], ids=str)
+@pytest.mark.parametrize('loss', ['cross entropy', 'squares'])
 @on_gpus()
-def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm):
+def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm, loss):
+    "The host knows what squares are a mean over, and only the GPU knows it of a cross entropy"
     one, many = (learner(n_train=96, cbs=Waits(), model=convnet(norm)) for _ in range(2))
+    if loss == 'squares':
+        for o in one, many:
+            o.model.append(nn.Linear(5, 1).to(gpu()))
+            o.loss_func, o.metrics = MSELossFlat(), []
     one.fit(1)
     many.distrib_fit(1, gpus=[0, 1])
     plain, ours = one.waits.steps, many.waits.steps
