@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
-import copy, itertools, math, random, sys, weakref
+import copy, itertools, math, random, sys
 from contextlib import contextmanager, nullcontext
 
 from fastai.data.core import DataLoaders
@@ -67,10 +67,6 @@ def rows_are_streams(dl, model):
 # %% ../../nbs/fastai2/702_loaders.ipynb #c454fa5c
 # 2. A rank's clone of a fastai loader
 
-# A user's loader -> its batch size, if a callback has changed that in a fit (`ShardedDL.bs`).
-# `dl_state` sends it to the notebook
-changed_bs = weakref.WeakKeyDictionary()
-
 class ShardedDL(Sharded):
     """The first base class of a rank's clone of a fastai `DataLoader`, made by `shard_fastai`; the
     other one is the class of the original. Its methods take the place of fastai's:
@@ -89,14 +85,12 @@ class ShardedDL(Sharded):
         `get_idxs`, for example. A callback may set it, as it may in one process. Then `bs` of the
         original, which is the size per worker or the global one, changes in proportion, and so does
         that of the user's loader after the fit. On 2 ranks with 2 items per worker it is 4. If it
-        is set to 8, the original's becomes 4, which `changed_bs` sends to the notebook"""
+        is set to 8, the original's becomes 4"""
         return self._shard.bs
     @bs.setter
     def bs(self, size):
         shard = self._shard
-        orig = shard.orig
-        orig.bs = max(1, size*orig.bs//shard.bs)
-        changed_bs[orig] = orig.bs
+        shard.orig.bs = max(1, size*shard.orig.bs//shard.bs)
         shard.bs = size
     # what a callback makes of this loader is a whole one
     def new(self, *args, **kwargs): return self._shard.orig.new(*args, **kwargs)
@@ -334,8 +328,6 @@ def dl_state(dl # An original loader (of a sharded one: `original(dl)`)
 ):
     "Return what the next epoch of `dl` depends on, for `set_dl_state`, as a dict of plain values."
     return dict(kept=[*map(_order_attrs, order_holders(dl))],
-                # None: no callback has changed it, or the user has set another one since
-                bs=dl.bs if isinstance(dl, DataLoader) and changed_bs.get(dl) == dl.bs else None,
                 # the order of the texts of a language model
                 texts=list(dl.items.idxs) if is_lm(dl) else None)
 
@@ -350,7 +342,6 @@ def set_dl_state(dl,   # A loader like the one whose state it is
             own = vars(o).get(k)    # a sampler may make its generator later, with its first epoch
             if generator_state(own) is not None: set_generator(own, st)
         if counters: vars(o).update(counters)
-    if state['bs']: dl.bs = state['bs']
     if state['texts'] is not None:
         for i,o in enumerate(state['texts']): dl.items.idxs[i] = o      # an `L` takes no slices
         dl.make_chunks()
@@ -359,6 +350,5 @@ def follow_original(dl # A sharded loader
 ):
     "After a loop over the original of `dl`: let `dl` go on with the next epoch of the original."
     if not isinstance(dl, DataLoader): return
-    # the batch size of `dl` is that of the global batches
-    set_dl_state(dl, dl_state(original(dl)) | dict(bs=None))
+    set_dl_state(dl, dl_state(original(dl)))
     track_changes(dl)

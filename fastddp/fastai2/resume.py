@@ -78,9 +78,8 @@ class ResumePoint(NamedTuple):
     structure:dict=None     # `structure_of` the learner when the last of its fits ended
     # The state from which the next fit continues; None: that fit begins anew
     state:SavedGraph=None
-    # True: `state` is the end of an epoch, and the fit continues with the next one. False: it
-    # continues with `first_epoch`; None is the first one of fastai's `fit`
-    is_epoch_end:bool=False
+    # Of a `state` without changes: the fit continues with this epoch; None is the first one of
+    # fastai's `fit`. Else `state` is the end of an epoch, and the fit continues with the next one
     first_epoch:int=None
 
 # learner -> the `UserCall` that `distrib_resume` makes again. `UserCall` makes and deletes the
@@ -134,19 +133,15 @@ class UserCall:
         was_cut_off = point.state is not None and self.n_begun == point.n_complete+1
         if not was_cut_off: return None
         point.state.restore(learn, cbs)
-        return learn.epoch+1 if point.is_epoch_end else point.first_epoch
+        return point.first_epoch if point.state.changes is None else learn.epoch+1
     def cut_off(self, learn, cbs,
         epoch_end, # The state of the last complete epoch, an `EpochEnd`; None: capture `learn`
         first_epoch, # With `epoch_end=None`: the epoch at whose beginning `learn` is, or None
         places=None # With `epoch_end`: the places of `learn`, which is as it was sent
     ):
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
-        n_complete = self.n_begun-1
-        structure = structure_of(learn)
-        has_end = epoch_end is not None
-        state = SavedGraph.of(learn, cbs, epoch_end, places if has_end else None).copy()
-        first_epoch = None if has_end else first_epoch
-        self.point = ResumePoint(n_complete, structure, state, has_end, first_epoch)
+        state = SavedGraph.of(learn, cbs, epoch_end, places if epoch_end else None).copy()
+        self.point = ResumePoint(self.n_begun-1, structure_of(learn), state, first_epoch)
         resume_points[learn] = self
     def complete(self, learn):
         "Make the resume point of `learn`: the current fit is complete, the next one begins anew."
@@ -347,5 +342,5 @@ def call_from_file(learn, file,
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")
     state = SavedGraph(*state)
-    user_call.point = ResumePoint(saved['n_complete'], structure_of(learn), state, True)
+    user_call.point = ResumePoint(saved['n_complete'], structure_of(learn), state)
     return user_call
