@@ -20,7 +20,7 @@ from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
 from ..payload.patches import contents_of
-from ..payload.pickling import dump, load
+from ..payload.pickling import Payload, dump, load
 from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
@@ -387,8 +387,7 @@ def load_exception(data # `Failure.original`
     "In the notebook: return the exception of a rank; None if it can't be loaded here"
     if not data: return None
     try:
-        meta,buffers = pickle.loads(data)
-        return load(meta, [*map(bytearray, buffers)], keep_classes=True)
+        return load(*Payload(*pickle.loads(data)).copied(), keep_classes=True)
     # its class may exist in the worker only, and what is pickled may exit here
     except BaseException: return None
 
