@@ -69,28 +69,27 @@ def is_started():
 
 @contextmanager
 def same_device():
-    "Context manager that restores the current device of this process, if it has started any"
-    module = device_module()
-    before = module.current_device() if n_gpus() and module.is_initialized() else None
-    try: yield
-    finally:
-        if before is not None: module.set_device(before)
-
-@contextmanager
-def device_restored():
-    """Context manager at whose end the current GPU and the number of torch's CPU threads are as
-    before, and the GPU's unused memory is freed"""
-    threads = torch.get_num_threads()
+    "Context manager at whose end the current GPU of this process is as before"
     gpu = device_module().current_device() if is_started() else 0
     try: yield
     finally:
-        torch.set_num_threads(threads)
         if is_started():
-            gc.collect()
-            device_module().empty_cache()
             # torch's own way back, which uses no memory of a GPU that was not used before
             go_back = getattr(device_module(), '_maybe_exchange_device', device_module().set_device)
             go_back(gpu)
+
+@contextmanager
+def device_restored():
+    """As `same_device`, and the number of torch's CPU threads is as before, and the GPU's unused
+    memory is freed"""
+    threads = torch.get_num_threads()
+    with same_device():
+        try: yield
+        finally:
+            torch.set_num_threads(threads)
+            if is_started():
+                gc.collect()
+                device_module().empty_cache()
 
 # %% ../../nbs/base/007_device.ipynb #62904fb3
 @contextmanager

@@ -399,17 +399,26 @@ def _mixed(cls, failure, original):
     if issubclass(kind, (*_UNMIXED,cls,CantDistribute)): raise TypeError(kind)
     # of the name `RankRaised`, so that it is shown as one
     both = type(cls.__name__, (cls, kind), dict(__module__=cls.__module__, __doc__=cls.__doc__))
-    # No constructor of the user's is called: only `__new__` of the builtin class that it is made of
-    builtin = next(c for c in kind.__mro__ if not c.__flags__ & _MADE_IN_PYTHON)
-    res = builtin.__new__(both, *original.args)
-    builtin.__init__(res, *original.args)
+    res = new_exception(both, original.args, kind)
     cls.__init__(res, failure)
     res.args = original.args
     for k,v in _state_of(original).items():
         if not hasattr(cls, k) and k not in vars(res): setattr(res, k, v)
     return res
 
-_MADE_IN_PYTHON = 1 << 9    # the flag Py_TPFLAGS_HEAPTYPE of a class
+def made_in_python(cls):
+    "True for a class that a class statement has made"
+    return bool(cls.__flags__ & 1<<9)       # Py_TPFLAGS_HEAPTYPE
+
+def new_exception(cls, args,
+    base=None # The class of the original, if `cls` has another base before it
+):
+    """Return an exception with these `args`. No constructor of the user's is called: only that of
+    the builtin class that `base` is derived from"""
+    builtin = next(c for c in (base or cls).__mro__ if not made_in_python(c))
+    e = builtin.__new__(cls, *args)
+    builtin.__init__(e, *args)
+    return e
 
 def _state_of(e):
     "Return the attributes of an exception, also those in slots: name -> value"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/cluster/651_cluster.ipynb #d81efe90
-import atexit, os, pickle, sys, threading
+import atexit, os, pickle, pkgutil, sys, threading
 from contextlib import ExitStack, contextmanager, suppress
 from importlib.metadata import PackageNotFoundError, version
 
@@ -26,7 +26,7 @@ from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_result, dump_with_patches
 from ..launch.training import is_kind
 from ..payload.pickling import dump, load
-from ..process.worker import Surroundings, resolve_function
+from ..process.worker import Surroundings
 
 # %% ../../nbs/cluster/651_cluster.ipynb #af4ec632
 # A method of a `Cluster` runs a job on each worker (`_run_job`), one job at a time:
@@ -69,7 +69,7 @@ def start_job(
 ):
     "The first job: prepare the app and return `(pid, device)` of this worker"
     global _train_in_place
-    if obj: _train_in_place = resolve_function(f'{obj}.learner:train_in_place')
+    if obj: _train_in_place = pkgutil.resolve_name(f'{obj}.learner:train_in_place')
     with worker_namespace(ctx): return os.getpid(), str(ctx.device)
 
 # %% ../../nbs/cluster/651_cluster.ipynb #98d8020f
@@ -324,7 +324,8 @@ class Cluster:
         if not package: return objs
         for o in objs.values():
             # a learner of a worker may have been on its GPU
-            if is_kind(o, ['Learner']): resolve_function(f'{package}.snapshot:place')(o, device)
+            if is_kind(o, ['Learner']):
+                pkgutil.resolve_name(f'{package}.snapshot:place')(o, device)
         return objs
     def run_cell(self,
         cell, # Text of the cell

@@ -24,7 +24,7 @@ from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
 from ..launch.options import in_launched_group
 from ..launch.session import on_gpus
 from ..output.replay import print_line
-from ..payload.pickling import private_copy, replaced_in_dumps
+from ..payload.pickling import Payload, replaced_in_dumps
 from ..payload.state import opt_tensors
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
@@ -134,7 +134,7 @@ class LearnerJob(BackgroundJob):
     ):
         "Copy the state at the end of an epoch, for `pull`; `lr_find` has no epochs."
         if fit_call.counts_steps: return
-        self.epoch = fit_call, private_copy(*end)
+        self.epoch = fit_call, Payload(*end).copied()
     def _end(self):
         try: self.until_end.close()     # does nothing after `_make_call`
         finally: super()._end()

@@ -217,7 +217,8 @@ def write_checkpoint(path,
               for j,b in enumerate([meta, *buffers])]
     names = {np.frombuffer(b, np.uint8).ctypes.data:name for name,b in pieces if len(b)}
     places = {k:_place(t, names) for k,t in weights.items()}
-    write_pieces(path, structure | dict(n_payloads=len(payloads), tensors=places), pieces)
+    n_pieces = [1+len(buffers) for _,buffers in payloads]
+    write_pieces(path, structure | dict(n_pieces=n_pieces, tensors=places), pieces)
 
 def _place(t, names):
     "Return where a tensor lies in a file; None if its memory isn't a piece."
@@ -239,9 +240,8 @@ def read_checkpoint(path, learn):
     """
     def read(f):
         check_structure(learn, f.header, path)
-        payloads = [[] for _ in range(f.header['n_payloads'])]
-        for name,*_ in f.header['pieces']: payloads[int(name.split('/')[0])].append(f.read(name))
-        return [(meta, buffers) for meta,*buffers in payloads]
+        return [(f.read(f"{i}/0"), [f.read(f"{i}/{j}") for j in range(1, n)])
+                for i,n in enumerate(f.header['n_pieces'])]
     return _read_whole(path, read)
 
 def load_weights(learn, file):

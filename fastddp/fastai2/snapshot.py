@@ -31,7 +31,7 @@ from ..output.replay import print_line
 from ..payload.changes import apply as apply_changes, dump_changes, read_bytes
 from ..payload.kinds import attributes, per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
-from ..payload.pickling import deep_copy, dump, load, private_copy
+from ..payload.pickling import Payload, deep_copy, dump, load
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
@@ -404,7 +404,7 @@ class SavedGraph(NamedTuple):
         return cls((meta, payload.buffers), changes)
     def copy(self):
         "Return a copy that the learner and the workers don't write to"
-        return SavedGraph(*(o and private_copy(*o) for o in self))
+        return SavedGraph(*(o and Payload(*o).copied() for o in self))
     def restore(self, learn, cbs):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
@@ -426,7 +426,7 @@ class SavedGraph(NamedTuple):
             is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
             notes = Notes(theirs, left_out, is_empty=True)
             everything = dump_changes(notes, grads='all', skip=is_same)
-            applied = apply_changes(everything.meta, everything.copied_buffers(), own, device)
+            applied = apply_changes(*everything.copied(), own, device)
             warn_of_lost(own, ROOT, applied)
             move_opt_state(learn.opt)
             CommonRNG(rng).install()

@@ -156,16 +156,16 @@ class InProcess(Launcher):
         `state` and `cut` as `Launcher.run` says"""
         latest = {}     # name -> `(meta, buffers)` of what the job put last
         def put(name, payload):     # copied at once, since the job goes on to change it
-            latest[name] = payload.meta, payload.copied_buffers()
+            latest[name] = payload.copied()
             if name == 'epoch': on_event(0, EpochEnd(*latest[name]))
         with (same_device(), short_traceback(), allow_interrupts(), restoring_sent_classes(),
               _group_of_one(device := group.use_device(self.gpu))):
             ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e),
                           put=put)
-            try: res = call(job.work, ctx, job.payload.meta, job.payload.copied_buffers())
+            try: res = call(job.work, ctx, *job.payload.copied())
             except BaseException as e:
                 add_state(e, latest)
                 raise
-        return Outcome(results=[load(res.meta, res.copied_buffers())], interrupted=False,
+        return Outcome(results=[load(*res.copied())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
                        cut='cut' in latest, phase_ends=ctx.phase_ends)

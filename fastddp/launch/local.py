@@ -122,7 +122,7 @@ class Local(WorkerLauncher):
         "Return the ranks that get a worker, in order"
         return [*range(nprocs)]
     def _specs(self, nprocs,
-        work='' # As of `RankSpec`; `join_early` needs neither this nor settings
+        work=b'' # As of `RankSpec`; `join_early` needs neither this nor settings
     ):
         "Return the `RankSpec` of each rank that has a worker here"
         gpus = self._gpus(nprocs) or [None]*nprocs

@@ -20,7 +20,7 @@ from ..process.worker import load_exception
 from .load import load_line
 from ..output.replay import Replay, print_line
 from ..payload.patches import lacking
-from ..payload.pickling import load
+from ..payload.pickling import Payload, load
 
 # %% ../../nbs/launch/503_monitor.ipynb #1a32e7a7
 # The end of a log
@@ -276,7 +276,7 @@ class Monitor:
             results = []
             for r in self.workers.ranks:
                 block,packed = self.workers.latest[r,'result']
-                try: results.append(load(packed.meta, block.read(packed, copy=True)))
+                try: results.append(load(*Payload(packed.meta, block.read(packed)).copied()))
                 # an object of the user's may even exit
                 except (Exception,SystemExit) as e:
                     err = NotPicklable(f"The result of rank {r}", f"{type(e).__name__}: {e}")

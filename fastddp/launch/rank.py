@@ -6,10 +6,11 @@
 __all__ = []
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
-import ctypes, gc, os, signal, sys, threading, time
+import ctypes, gc, os, pickle, signal, sys, threading, time
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
+import cloudpickle
 from fastcore.basics import noop, store_attr
 
 from ..base import board, group
@@ -21,7 +22,6 @@ from ..payload.handles import flush_writers
 from ..payload import patches
 from ..payload.pairs import as_text, read_settings, take_settings
 from ..payload.pickling import Payload, dump, imports, load
-from ..process.worker import function_ref, resolve_function
 from ..process.workers import Heartbeat, Heartbeats
 
 # %% ../../nbs/launch/500_rank.ipynb #a58ba397
@@ -30,9 +30,9 @@ from ..process.workers import Heartbeat, Heartbeats
 #
 # What all engines use
 class Job(NamedTuple):
-    """What runs on every rank: the function at `work` is called as `work(ctx, obj)`, with `obj`
-    loaded from `payload`"""
-    work:str|bytes      # The function's `function_ref`
+    """What runs on every rank: the function in `work` is called with a `Context` and the object in
+    `payload`"""
+    work:bytes          # The pickled function
     payload:Payload
     @classmethod
     def of(cls,
@@ -41,7 +41,8 @@ class Job(NamedTuple):
     ):
         """The job that calls `fn`; raises `TypeError` or `PicklingError` for an object that can't
         be dumped"""
-        return cls(function_ref(fn), payload if isinstance(payload, Payload) else dump(payload))
+        if not isinstance(payload, Payload): payload = dump(payload)
+        return cls(cloudpickle.dumps(fn), payload)
 
 # %% ../../nbs/launch/500_rank.ipynb #6bbe3141
 # What a job sees
@@ -88,7 +89,7 @@ class Context:
 _LEAST_IMPORTED = .1        # seconds of imports that are a phase of their own
 
 def call(
-    work, # The function's `function_ref`
+    work, # `Job.work`
     ctx, # A `Context`
     meta, buffers, # Of the payload
     define=False # Pickle finds the notebook's classes in this process's `__main__`
@@ -101,7 +102,7 @@ def call(
     imported = sum(seconds for _,seconds,_ in imports)
     if imported >= _LEAST_IMPORTED: ctx.phase_ends.append(('import', began+imported))
     ctx.end_phase('load')
-    res = resolve_function(work)(ctx, obj)
+    res = pickle.loads(work)(ctx, obj)
     return res if isinstance(res, Payload) else dump(res)
 
 # %% ../../nbs/launch/500_rank.ipynb #07833c16
@@ -115,7 +116,7 @@ class RankSpec(NamedTuple):
     threads:int|None    # CPU threads
     store:str           # File or address of the group's rendezvous
     display:DisplaySettings
-    work:str            # `Job.work`
+    work:bytes          # `Job.work`
     settings:tuple      # As `notebook_settings` returns them
 
 # %% ../../nbs/launch/500_rank.ipynb #911963a5

@@ -6,18 +6,17 @@
 __all__ = []
 
 # %% ../../nbs/machines/611_meeting.ipynb #9bd86df9
-import functools, os, secrets, socket, struct, time
+import functools, os, pickle, secrets, socket, struct, time
 from contextlib import suppress
 from pathlib import Path
 
-import torch
+import cloudpickle, torch
 from fastcore.xtras import globtastic
 
 from ..base import board
 from ..base.errors import CantDistribute
 from ..launch.rank import run_on_rank
 from ..payload.pickling import dump
-from ..process.worker import function_ref, resolve_function
 
 # %% ../../nbs/machines/611_meeting.ipynb #c2e0a020
 # The sections, and where their functions run:
@@ -161,7 +160,7 @@ def run_on_machine(
     channel, meta, buffers, spec # As for `run_on_rank`; `spec.store` is an endpoint
 ):
     "Run a job on one rank, as `run_on_rank` does; the entry of all jobs on several machines"
-    work = function_ref(functools.partial(_call, spec.work, link_timeout, rank0_is_remote))
+    work = cloudpickle.dumps(functools.partial(_call, spec.work, link_timeout, rank0_is_remote))
     spec = spec._replace(store=connect_to_store(spec.store), work=work)
     return run_on_rank(channel, meta, buffers, spec)
 
@@ -176,6 +175,6 @@ def _call(work, link_timeout, rank0_is_remote, ctx, obj):
         Path(folder).mkdir(parents=True, exist_ok=True)
         folders.append(folder)
     if rank0_is_remote and ctx.rank == 0: ctx.saves_below = saves_below
-    res = resolve_function(work)(ctx, obj)
+    res = pickle.loads(work)(ctx, obj)
     if folders: ctx.put('files', dump([files_since(o, start) for o in folders]))
     return res

@@ -149,17 +149,16 @@ class Block:
         self._memory = b''
     def read(self,
         packed,     # What `write` returned, here or in another process
-        copy=False, # If True, return bytearrays; if False, views that change with the next `write`
         notes_original=False # Keep what `original_of` needs, until the payload after the next one
     ):
-        "Return the buffers, writable; what is written to a view isn't seen by other processes"
+        """Return views of the buffers, which change with the next `write`. What is written to a
+        view isn't seen by other processes"""
         if not packed.end: return [bytearray()]*len(packed.spans)      # `mmap` refuses 0 bytes
         mapping = mmap.mmap(self.fd, packed.end, flags=mmap.MAP_PRIVATE,
                             prot=mmap.PROT_READ|mmap.PROT_WRITE)
         if notes_original: _note_original(self.fd, mapping, packed.end)
         view = memoryview(mapping)
-        buffers = [view[offset:offset+n] for offset,n in packed.spans]
-        return [*map(bytearray, buffers)] if copy else buffers
+        return [view[offset:offset+n] for offset,n in packed.spans]
     def write(self, payload):
         "Copy the buffers of a `Payload` into the block, over the last ones; return it as `Packed`"
         packed = Packed.of(payload)

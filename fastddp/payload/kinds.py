@@ -18,7 +18,9 @@ from .columns import LazyList, is_long
 from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
 from .reducers import HOOKS, is_named_by_library
+from ..base.errors import made_in_python
 from ..base.failure import is_user_file
+from ..base.rng import generator_state, set_generator
 
 # %% ../../nbs/payload/106_kinds.ipynb #5cb3634e
 # These have no members, and two equal ones may take each other's place
@@ -319,13 +321,12 @@ class Table(Whole):
 class State(Whole):
     "A generator, a text in memory: it has a state in C, and a way to set it"
     def items(self, o):
-        if isinstance(o, torch.Generator): return o.get_state()
-        if isinstance(o, np.random.Generator): return o.bit_generator.state
-        return _reduced(o)[2]
+        return generator_state(o) if isinstance(o, _GENERATORS) else _reduced(o)[2]
     def fill(self, o, new):
-        if isinstance(o, torch.Generator): o.set_state(new)
-        elif isinstance(o, np.random.Generator): o.bit_generator.state = new
+        if isinstance(o, _GENERATORS): set_generator(o, new)
         else: o.__setstate__(new)
+
+_GENERATORS = torch.Generator,np.random.Generator
 
 class Lazy(Whole):
     "A list that makes its items from columns: changed once it keeps a list instead"
@@ -367,9 +368,8 @@ _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.Coroutin
            Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, (dict,*_WEAK_DICTS)),
              (SET, (set,weakref.WeakSet)), (SEQUENCE, (list,deque,bytearray,array.array)),
-             (SCRIPT, torch.jit.ScriptModule), (STATE, (torch.Generator,np.random.Generator)))
+             (SCRIPT, torch.jit.ScriptModule), (STATE, _GENERATORS))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
-_MADE_IN_PYTHON = 1 << 9        # the flag Py_TPFLAGS_HEAPTYPE of a class
 
 def kind(o):
     "Return the kind of an object; None for one that is known by its name or value, or is a leaf"
@@ -401,7 +401,7 @@ def _kind_of(cls):
     if pandas and issubclass(cls, (pandas.DataFrame,pandas.Series)): return TABLE
     if pandas and issubclass(cls, pandas.Index): return None    # it doesn't change
     if any(_has_state_in_c(c) for c in cls.__mro__ if c is not object): return OPAQUE
-    of_python = [c for c in cls.__mro__ if c.__flags__ & _MADE_IN_PYTHON]
+    of_python = [c for c in cls.__mro__ if made_in_python(c)]
     has_slots = any(vars(c).get('__slots__') for c in of_python)
     return ATTRIBUTES if cls.__dictoffset__ or has_slots else OPAQUE
 

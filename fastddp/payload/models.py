@@ -35,13 +35,6 @@ def _new_parametrized(cls,
     for name in names: _inject_property(module, name)
     return module
 
-# %% ../../nbs/payload/091_models.ipynb #e1d09109
-def type_of(o):
-    "Return the type of an object; for models, one that their copies in other processes have, too"
-    if isinstance(o, torch.jit.ScriptModule): return torch.jit.ScriptModule
-    is_own = isinstance(o, nn.Module) and is_parametrized(o)
-    return type_before_parametrizations(o) if is_own else type(o)
-
 # %% ../../nbs/payload/091_models.ipynb #e1d0910c
 @contextmanager
 def _quiet():

@@ -12,6 +12,7 @@ from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
 
+from fastddp.base.errors import made_in_python
 from fastddp.base.failure import is_user_file
 from fastddp.payload.pickling import dump, load
 
@@ -66,12 +67,10 @@ def _select_function(v):
 def _holds_own(v):
     "True for an object of a cell's class, or of one that holds a class or function of a cell"
     if type(v).__module__ == '__main__': return True
-    if not type(v).__flags__ & _HEAP_TYPE: return False
+    if not made_in_python(type(v)): return False
     try: attrs = object.__getattribute__(v, '__dict__')
     except AttributeError: return False
     return any(map(_is_from_notebook, [*attrs.values()]))
-
-_HEAP_TYPE = 1<<9       # of `__flags__`: the class was made by a class statement
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _select_from_plum(fn):

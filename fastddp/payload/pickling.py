@@ -30,9 +30,9 @@ class Payload(NamedTuple):
     def nbytes(self):
         "The size of the pickle and all buffers, in bytes"
         return len(self.meta) + sum(b.nbytes for b in self.buffers)
-    def copied_buffers(self):
-        "Return a writable copy of each buffer, for a `load` in the same process"
-        return [*map(bytearray, self.buffers)]
+    def copied(self):
+        "Return it with copies of the buffers, writable and for a `load` in this process"
+        return Payload(self.meta, [*map(bytearray, self.buffers)])
     def host_copies(self):
         "Return `{address in C of a storage on a GPU: the storage on the CPU that a buffer shows}`"
         copies = [(b.obj.copied(), b.obj.storage) for b in self.buffers if hasattr(b.obj, 'copied')]
@@ -325,15 +325,7 @@ def deep_copy(
 ):
     "Return a copy of `obj`"
     known = {id(o):o for o in [*shared, deep_copy]}
-    payload = dump(obj, known, pickler=_Copier)
-    return load(payload.meta, payload.copied_buffers(), device=device, known=known)
-
-def private_copy(
-    meta,       # The pickle of a `Payload`
-    buffers     # Its buffers, in shared memory that the next job writes to
-):
-    "Return `(meta, buffers)` with the buffers copied into memory of this process"
-    return meta, [*map(bytearray, buffers)]
+    return load(*dump(obj, known, pickler=_Copier).copied(), device=device, known=known)
 
 # %% ../../nbs/payload/102_pickling.ipynb #a10000c4
 def without_frames(error):

@@ -6,13 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/payload/112_pieces.ipynb #818bdec6
-import glob, hashlib, json, os, tempfile
+import glob, json, os, tempfile
+from contextlib import contextmanager
 from pathlib import Path
+from zipfile import ZipFile, ZipInfo
 
 # %% ../../nbs/payload/112_pieces.ipynb #c21bac63
-_MAGIC = b'fastddp-pieces 2 '
-
-def _digest(data): return hashlib.sha256(data).hexdigest()
+_HEADER = 'fastddp 3'       # name of the header, with the version of what the pieces are
 
 def _previous(path):
     "Return the path of the file that `path` has replaced."
@@ -20,20 +20,19 @@ def _previous(path):
 
 def write_pieces(
     path, # A `Path`. A file there becomes the previous one
-    header, # A dict for JSON, without 'pieces'
+    header, # A dict for JSON, of the reader's own
     pieces # Pairs of a name and bytes
 ):
     "Write a file of pieces, which appears at `path` whole or not at all."
     path.parent.mkdir(parents=True, exist_ok=True)
     # of processes that were killed while they wrote
     for o in path.parent.glob(f'{glob.escape(path.name)}.*.tmp'): o.unlink(missing_ok=True)
-    places = [(name, memoryview(b).nbytes, _digest(b)) for name,b in pieces]
-    line = json.dumps(header | dict(pieces=places)).encode()
     fd,tmp = tempfile.mkstemp(prefix=path.name+'.', suffix='.tmp', dir=path.parent)
     try:
         with open(fd, 'wb') as f:
-            f.writelines([_MAGIC, _digest(line).encode(), b'\n', line, b'\n'])
-            f.writelines(b for _,b in pieces)
+            with ZipFile(f, 'w') as z:
+                for name,b in [(_HEADER, json.dumps(header)), *pieces]:
+                    z.writestr(ZipInfo(name), b)
             f.flush()
             os.fsync(f.fileno())
         if path.exists(): os.replace(path, _previous(path))
@@ -55,37 +54,31 @@ def _sync_folder(path):
 class Damaged(Exception):
     "A file isn't what `write_pieces` has written; its text says what is wrong"
 
+@contextmanager
+def _finding_damage():
+    "Raise `Damaged` for what zipfile raises: in a damaged file, that is nearly any exception"
+    try: yield
+    except (OSError,MemoryError): raise
+    except Exception as e:
+        raise Damaged(f"damaged, or no checkpoint of fastddp that this version reads ({e})") from e
+
 class PieceFile:
     """A file of pieces, open for reading; a context manager. Raises `Damaged`, or OSError if it
     can't be read"""
     def __init__(self, path):
-        self._file = open(path, 'rb')
-        try: self._read_header()
+        with _finding_damage(): self._zip = ZipFile(path)
+        try: self.header = json.loads(self.read(_HEADER))
         except BaseException:
-            self._file.close()
+            self._zip.close()
             raise
-    def _read_header(self):
-        first,line = self._file.readline(1000),self._file.readline().removesuffix(b'\n')
-        if not first.startswith(_MAGIC[:8]): raise Damaged("no checkpoint of fastddp")
-        if first != _MAGIC+_digest(line).encode()+b'\n':
-            raise Damaged("its header is damaged, or of another version of fastddp")
-        self.header = json.loads(line)
-        self._places = {}       # name -> (position in the file, bytes, digest)
-        at = self._file.tell()
-        for name,n,digest in self.header['pieces']:
-            self._places[name] = at,n,digest
-            at += n
-        size = os.fstat(self._file.fileno()).st_size
-        if size != at: raise Damaged(f"it has {size:,} bytes instead of {at:,}")
     def __enter__(self): return self
-    def __exit__(self, *_): self._file.close()
+    def __exit__(self, *_): self._zip.close()
     def read(self, name):
         "Return a piece as a bytearray."
-        at,n,digest = self._places[name]
-        self._file.seek(at)
-        data = bytearray(n)
-        n_read = self._file.readinto(data)
-        if n_read != n or _digest(data) != digest: raise Damaged(f"its piece {name!r} is damaged")
+        data = bytearray()
+        with _finding_damage(), self._zip.open(name) as f:
+            # in parts, since a piece may need half of the memory that there is
+            while part := f.read(2**20): data += part
         return data
 
 def first_whole(

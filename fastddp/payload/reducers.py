@@ -19,6 +19,7 @@ from PIL.Image import Image
 from torch.utils.hooks import RemovableHandle
 
 from ..base.device import OutOfMemory
+from ..base.errors import new_exception
 
 # %% ../../nbs/payload/090_reducers.ipynb #c1d4ee3d
 # `reduce(o, pickler)` returns what `__reduce__` of the object would: a function and its arguments,
@@ -443,14 +444,6 @@ def _(e, pickler):
     made,args,*state = e.__reduce__()
     return (new_exception, (cls, args), *state) if made is cls else NotImplemented
 
-def new_exception(cls, args):
-    "Return an exception with these `args`, made by the builtin class that `cls` is derived from"
-    builtin = next(c for c in cls.__mro__ if not c.__flags__ & _MADE_IN_PYTHON)
-    e = builtin.__new__(cls, *args)
-    builtin.__init__(e, *args)
-    return e
-
-_MADE_IN_PYTHON = 1 << 9    # the flag Py_TPFLAGS_HEAPTYPE of a class
 
 # %% ../../nbs/payload/090_reducers.ipynb #90b4bef9
 @reduces(weakref.ref)

@@ -20,15 +20,14 @@ from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
 from ..payload.buffers import Block, Packed
 from ..payload.patches import contents_of
-from ..payload.pickling import dump, load
-from ..payload.reducers import attr_of
+from ..payload.pickling import Payload, dump, load
 from .helper import end_forks_with_parent, end_with_parent
 
 # %% ../../nbs/process/405_worker.ipynb #034832c9
 # In this order:
 #
 #   Surroundings                    what the notebook sends of its process with each task
-#   Pipe, function_ref              how messages are sent; both ends use them
+#   Pipe                            how messages are sent; both ends use it
 #   Task, Channel                   the worker's end. Its inbox thread receives messages, and queues
 #                                   the tasks for the main thread
 #   worker_main, _run_task          the main thread: one task after the other, until 'exit'
@@ -152,21 +151,10 @@ class Pipe:
         msg = pickle.loads(data)
         return (*msg, self._fds.pop(0)) if has_fd else msg
 
-# %% ../../nbs/process/405_worker.ipynb #c601cf04
-def function_ref(fn):
-    "Return 'module:function' if `fn` can be imported by that name, else its pickle, as bytes"
-    module,name = fn.__module__,getattr(fn, '__qualname__', '')     # a partial has no name
-    has_name = module != '__main__' and getattr(sys.modules.get(module), name, None) is fn
-    return f'{module}:{name}' if has_name else cloudpickle.dumps(fn, protocol=5)
-
-def resolve_function(ref):
-    "Return the function that `function_ref` returned `ref` for"
-    return pickle.loads(ref) if isinstance(ref, bytes) else attr_of(*ref.split(':'))
-
 # %% ../../nbs/process/405_worker.ipynb #b40da885
 class Task(NamedTuple):
     "A function that the notebook asks a worker to call"
-    entry:object                # The function's `function_ref`: `module:function`, or its pickle
+    entry:bytes                 # The pickled function
     surroundings:bytes          # A pickled `Surroundings`
     config:object               # The argument that each rank has of its own
     packed:Packed|None=None     # Where the payload is in `block`
@@ -375,7 +363,7 @@ def _call_entry(channel, task):
     channel.where = 'starting' if is_early else 'loading'
     channel.items = ()
     pickle.loads(task.surroundings).enter()
-    fn = resolve_function(task.entry)
+    fn = pickle.loads(task.entry)
     if is_early: return fn(channel, task.config)
     buffers = task.block.read(task.packed, notes_original=True)
     res = fn(channel, task.packed.meta, buffers, task.config)
@@ -399,8 +387,7 @@ def load_exception(data # `Failure.original`
     "In the notebook: return the exception of a rank; None if it can't be loaded here"
     if not data: return None
     try:
-        meta,buffers = pickle.loads(data)
-        return load(meta, [*map(bytearray, buffers)], keep_classes=True)
+        return load(*Payload(*pickle.loads(data)).copied(), keep_classes=True)
     # its class may exist in the worker only, and what is pickled may exit here
     except BaseException: return None
 

@@ -18,7 +18,7 @@ from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
 from ..payload import patches
 from ..payload.buffers import Block
-from .worker import TOO_MANY_FILES, Pipe, Surroundings, function_ref, worker_main
+from .worker import TOO_MANY_FILES, Pipe, Surroundings
 from fastddp.process.helper import (
     HelperEnded, marks_of_helper, new_folder, remove_folder, start_method, start_worker,
     turn_off_helper)
@@ -84,6 +84,7 @@ class Heartbeats:
 # %% ../../nbs/process/406_workers.ipynb #2b6ba769
 _HELPER_ENDED = ("the helper process ended when it was asked for a worker (a library that it "
                  "imports?)")
+_MAIN = 'fastddp.process.worker:worker_main'     # what runs in a worker's process
 
 class Workers:
     """The worker processes of some ranks on this machine:
@@ -161,8 +162,7 @@ class Workers:
         ours,theirs = socket.socketpair()
         try:
             args = r, os.getpid(), self.log_path(r), in_main_thread()
-            main = function_ref(worker_main)
-            self.procs[r] = start_worker(self.method, theirs, main, args, self._waiting)
+            self.procs[r] = start_worker(self.method, theirs, _MAIN, args, self._waiting)
         except BaseException:
             ours.close()
             raise
@@ -195,7 +195,7 @@ class Workers:
             with suppress(ProcessLookupError): os.kill(self.procs[r].pid, signal.SIGUSR1)
     def _send_each(self, what, entry, configs, env, *packed, fd=None):
         "Send a message 'job' or 'early' to every rank"
-        entry = function_ref(entry)
+        entry = cloudpickle.dumps(entry)
         for r,config in zip(self.pipes, configs):
             surroundings = Surroundings.now(**env, RANK=str(r), LOCAL_RANK=str(r-self.first))
             self._send(r, what, entry, cloudpickle.dumps(surroundings), config, *packed, fd=fd)

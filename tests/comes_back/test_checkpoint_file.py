@@ -31,23 +31,27 @@ def trained(tmp_path):
 
 
 def test_damage_is_found(trained):
-    "The file before it, or one sentence"
+    "The file before it, or one sentence; damage in what zipfile doesn't read changes nothing"
     path, rnd = checkpoint_path(trained), random.Random(0)
     whole, before = path.read_bytes(), path.with_name(path.name+'.1')
     good, older = read_checkpoint(path, trained), before.read_bytes()
     path.write_bytes(older)
     expected = read_checkpoint(path, trained)
     assert expected != good
+    n_found = 0
     for i in range(300):
         damaged = bytearray(whole)
         [*DAMAGES.values()][i%len(DAMAGES)](damaged, rnd)
-        if damaged == whole: continue       # zeros in the place of zeros
         path.write_bytes(damaged)
         before.write_bytes(older)
-        assert read_checkpoint(path, trained) == expected
+        found = read_checkpoint(path, trained)
+        assert found == expected or found == good
         before.unlink()
+        if found == good: continue
+        n_found += 1
         with pytest.raises(CantDistribute, match=r"The checkpoint can't be read\. .*distrib\.ckpt: "):
             read_checkpoint(path, trained)
+    assert n_found > 200        # not what is behind the file, 50 times
 
 
 def test_what_takes_the_place_of_a_file_is_on_the_disk(trained, monkeypatch):
@@ -88,7 +92,7 @@ def test_weights_alone_are_read_without_a_pickle(trained, tmp_path):
     assert new.distrib_load() is new and weights(new) == weights(trained) and new.opt is None
     with pytest.raises(CantDistribute, match='is of another learner: its weights differ'):
         make(tmp_path, model=mlp(n_hid=9)).distrib_load()
-    # whose digests are right
+    # whose checksums are right
     assert len(read_checkpoint(path, trained)) == 3     # the call, the graph, what an epoch has changed
     evil, tensors = pickle.dumps(Evil(done)), dict(trained.model.named_parameters())
     buffers = [bytearray(t.detach().numpy().tobytes()) for t in tensors.values()]

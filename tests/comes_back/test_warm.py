@@ -8,7 +8,6 @@ from fastddp.launch.local import Local
 from fastddp.launch.engine import Job
 from fastddp.machines import agent
 from fastddp.payload import patches
-from fastddp.payload.pickling import dump
 from learners import make_learner
 from traces import children
 
@@ -21,7 +20,7 @@ def _pid(ctx, fails):
     return os.getpid()
 
 
-def run(launcher, n=2, fails=False): return launcher.run(Job('test_warm:_pid', dump(fails)), n).results
+def run(launcher, n=2, fails=False): return launcher.run(Job.of(_pid, fails), n).results
 
 
 def wait_until_gone(pids):

@@ -168,7 +168,7 @@ def test_what_cannot_be_pickled_costs_nothing(tmp_path):
 def test_result_of_a_job_that_cannot_be_pickled(rank):
     from fastddp.launch.local import Local
     from fastddp.launch.engine import Job
-    from fastddp.payload.pickling import dump
+    from jobs_that_fail import returns_a_generator
     with pytest.raises(RankRaised, match='pickle') as caught:
-        Local().run(Job('jobs_that_fail:returns_a_generator', dump(rank)), 2)
+        Local().run(Job.of(returns_a_generator, rank), 2)
     assert caught.value.rank == rank

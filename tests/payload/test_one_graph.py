@@ -62,12 +62,12 @@ class Thing: pass
 def epoch_by_epoch(root, *changes):
     "Apply the end of each epoch to `root`; an epoch is a function that changes the copy of `root` on the other side"
     places = Places(root).walk()
-    there = load(dump(root).meta, dump(root).copied_buffers())
+    there = load(*dump(root).copied())
     notes = Notes(Places(there).find(places.table()))
     for change in changes:
         change(there)
         payload = dump_changes(notes, grads='all')
-        applied = apply(payload.meta, payload.copied_buffers(), places)
+        applied = apply(*payload.copied(), places)
         assert not applied.lost and not applied.failed
 
 

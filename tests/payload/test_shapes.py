@@ -63,8 +63,7 @@ class Items:
 
 def packed(o, columns=None):
     "`o` as a worker has it"
-    p = dump(o, columns=columns or ColumnCache())
-    return load(p.meta, p.copied_buffers())
+    return load(*dump(o, columns=columns or ColumnCache()).copied())
 
 
 def same(a, b):

@@ -2,7 +2,7 @@
 import contextlib, os, resource, signal, socket, subprocess, time
 import psutil, pytest
 from fastddp.base.errors import CantDistribute
-from fastddp.payload.pickling import dump, load
+from fastddp.payload.pickling import Payload, dump, load
 from fastddp.payload.buffers import Block
 from fastddp.process import helper, worker, workers
 from fastddp.process.worker import Channel
@@ -21,7 +21,7 @@ def run(w, entry, until='done'):
 
 def result(w, r):
     block, packed = w.latest[r, 'result']
-    return load(packed.meta, block.read(packed, copy=True))
+    return load(*Payload(packed.meta, block.read(packed)).copied())
 
 
 @pytest.fixture

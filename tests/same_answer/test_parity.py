@@ -199,13 +199,12 @@ def test_control_without_reduction_ranks_differ(two):
     from fastddp.fastai2.loaders import shard_dl
     from fastddp.launch.engine import Job
     from fastddp.base.rng import CommonRNG
-    from fastddp.payload.pickling import dump
     learn = learner(train=32)
     learn.create_opt()
     common = CommonRNG.capture().state()
     own = [list(shard_dl(copy.deepcopy(learn.dls.train), r, 2, common=CommonRNG(common))) for r in range(2)]
     learn.dls = None
-    res = two.run(Job('test_parity:_alone', dump((learn, own))), 2).results
+    res = two.run(Job.of(_alone, (learn, own)), 2).results
     assert largest(*res) > 1e-3
 
 

@@ -19,7 +19,6 @@ from fastddp.launch.engine import Job
 from fastddp.launch.local import Local
 from fastddp.launch.options import engine_for
 from fastddp.payload.pairs import read_settings, take_settings
-from fastddp.payload.pickling import dump
 from faults import OneFault
 from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
 
@@ -369,7 +368,7 @@ def dtype_there(ctx, _): return str(torch.get_default_dtype())
 
 def test_the_default_dtype_of_the_notebook(two):
     "fastai's recorder doesn't train with it, but functions on the workers do"
-    def run(): return two.run(Job('test_whole_fits:dtype_there', dump(None)), 2).results
+    def run(): return two.run(Job.of(dtype_there, None), 2).results
     torch.set_default_dtype(torch.float64)
     try: assert run() == ['torch.float64']*2
     finally: torch.set_default_dtype(torch.float32)
