@@ -20,7 +20,7 @@ from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.handles import flush_writers
 from ..payload import patches
-from ..payload.pairs import as_text, read_settings, take_settings
+from ..payload.pairs import texts_of, read_settings, take_settings
 from ..payload.pickling import Payload, dump, imports, load
 from ..process.workers import Heartbeat, Heartbeats
 
@@ -242,7 +242,7 @@ def notebook_settings():
     settings,marks = read_settings(),patches.marks_of_helper()
     if marks is None: return settings,[]
     theirs = marks['settings']
-    differing = {k for k,text in as_text(settings).items() if text != theirs.get(k)}
+    differing = {k for k,text in texts_of(settings).items() if text != theirs.get(k)}
     return {k:settings[k] for k in differing}, patches.changed_attributes(marks['attributes'])
 
 def set_for_process(settings, attributes):

@@ -17,13 +17,13 @@ from ..base.failure import has_secret, is_user_file
 from ..base.device import visible_cores
 from ..launch.local import start_workers
 from .meeting import accept_one, network_cards, reachable, start_store
-from .stream import Stream, writer_to
+from .stream import ByteStream, writer_to
 from ..process import helper
 from ..process.worker import Surroundings
 
 # %% ../../nbs/machines/612_agent.ipynb #cae723cc
 # An agent runs on each machine that takes part. It exchanges messages with the notebook over a
-# `Stream`, and runs the machine's ranks with the same `Workers` as a notebook has:
+# `ByteStream`, and runs the machine's ranks with the same `Workers` as a notebook has:
 #
 #     from the notebook              to the notebook
 #                                    facts           the first message: what the machine has
@@ -136,7 +136,7 @@ class Agent:
         self.log_positions = {}     # rank -> bytes of its log that were sent
         self.sent_beats = {}        # rank -> the last of its `Heartbeat`s that was sent
         self.link_timeout = _LINK_TIMEOUT
-        self.stream = Stream(read_fd, *writer_to(write_fd))
+        self.stream = ByteStream(read_fd, *writer_to(write_fd))
         self.stream.send('facts', facts())
     def notebook_is_gone(self):
         "True if the stream has ended, or nothing has arrived for too long"

@@ -14,7 +14,7 @@ from fastcore.basics import store_attr
 from ..base.errors import CantDistribute
 from ..base.failure import has_secret
 from .agent import own_modules
-from .stream import Stream
+from .stream import ByteStream
 from ..payload.buffers import Block
 from ..process import helper
 from ..process.worker import Surroundings
@@ -35,7 +35,7 @@ class Machine:
         self.ranks = []         # set by `RemoteWorkers`
         self.facts = {}         # what the agent says about its machine, see `agent.facts`
         self.conn = start_agent()
-        self.stream = Stream(self.conn.read_fd, self.conn.write, self.conn.write_eof)
+        self.stream = ByteStream(self.conn.read_fd, self.conn.write, self.conn.write_eof)
         self.stream.send('link_timeout', link_timeout)
     def error_output(self):
         """Return what the machine printed besides the agent's messages: text before its greeting,

@@ -21,10 +21,10 @@ from ..output.replay import StatusLine
 # The sections: the actor and the connection to it; joining the cluster (`connect`); what to reserve
 # (`bundles_for`); the engine (`Ray`).
 
-# How bytes get from a `Stream` of the notebook to the agent of a machine, and back:
+# How bytes get from a `ByteStream` of the notebook to the agent of a machine, and back:
 #
 #     the notebook                          each machine that Ray has chosen
-#     Machine -- Stream -- RelayConnection == actor calls == Relay -- stdin, stdout -- Agent
+#     Machine -- ByteStream -- RelayConnection == actor calls == Relay -- stdin, stdout -- Agent
 
 class Relay(Command):
     """Ray actor that runs the agent of one machine in a subprocess, and passes bytes between it and

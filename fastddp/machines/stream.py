@@ -33,14 +33,14 @@ def _frame(data): return _HEADER.pack(_MAGIC, len(data))+data
 
 # %% ../../nbs/machines/610_stream.ipynb #610a0002
 def writer_to(fd):
-    "Return `(write, write_eof)` of a `Stream` that writes to descriptor `fd`, which it closes"
+    "Return `(write, write_eof)` of a `ByteStream` that writes to descriptor `fd`, which it closes"
     def write(data):
         view = memoryview(data)
         while view: view = view[os.write(fd, view):]
     return write, lambda: os.close(fd)
 
 # %% ../../nbs/machines/610_stream.ipynb #5e570694
-class Stream:
+class ByteStream:
     """One end of a connection between the notebook and an agent: `send` queues messages for a
     thread that writes them; `receive` returns the messages that have arrived. `close` must be
     called"""
@@ -65,7 +65,7 @@ class Stream:
         self._thread = threading.Thread(target=self._write_all, daemon=True, name='fastddp-stream')
         self._thread.start()
     def fileno(self):
-        "Return the descriptor to read from, so that `connection.wait` accepts a `Stream`"
+        "Return the descriptor to read from, so that `connection.wait` accepts a `ByteStream`"
         return self._read_fd
     def send(self,
         *msg, # The message's kind, a string, and its values

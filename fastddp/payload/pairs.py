@@ -153,7 +153,7 @@ def read_settings():
         with suppress(Exception): values[k] = setting.read()
     return values
 
-def as_text(settings):
+def texts_of(settings):
     "Return them as texts that can be compared with those of another process"
     return {k:repr(v) for k,v in settings.items()}
 

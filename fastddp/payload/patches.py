@@ -328,10 +328,10 @@ def _mark(v):
 
 def make_marks():
     "In a fork of the helper: return the marks of all attributes and settings, as bytes"
-    from fastddp.payload.pairs import as_text, read_settings
+    from fastddp.payload.pairs import texts_of, read_settings
     attributes = {key: marshal.dumps({k:_mark(v) for k,v in vars(o.owner).copy().items()})
                   for p in _namespaces(_selectors()).values() for key,o in p.searched.items()}
-    return marshal.dumps(dict(attributes=attributes, settings=as_text(read_settings())))
+    return marshal.dumps(dict(attributes=attributes, settings=texts_of(read_settings())))
 
 def marks_of_helper():
     """Return what `make_marks` returned in the helper, as a dict; None without a helper.

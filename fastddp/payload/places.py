@@ -13,7 +13,7 @@ import cloudpickle
 
 from .kinds import (
     CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind)
-from .reducers import parts_of
+from .reducers import made_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
 def members(o, left_out=frozenset()):
@@ -21,7 +21,7 @@ def members(o, left_out=frozenset()):
     k = kind(o)
     if isinstance(o, tuple): yield from enumerate(o)
     if k in (CONSTANT,STATE,OPAQUE):
-        yield from ((('part',name), v) for name,v in parts_of(o).items())
+        yield from ((('part',name), v) for name,v in made_of(o).items())
     if isinstance(o, weakref.ref): yield 'ref',o()
     if isinstance(o, types.FunctionType):
         yield from ((('variable',k), c) for k,c in zip(o.__code__.co_freevars, o.__closure__ or ()))

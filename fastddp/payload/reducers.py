@@ -497,7 +497,7 @@ _PARTS = {types.MethodType: '__self__ __func__', types.BuiltinFunctionType: '__s
           staticmethod: '__func__', classmethod: '__func__', property: 'fget fset fdel',
           partial: 'func args keywords'}
 
-def parts_of(o):
+def made_of(o):
     "Return `{name: object}` of the objects of which a method, property, partial or so is made"
     names = [k for cls,words in _PARTS.items() if isinstance(o, cls) for k in words.split()]
     return {k:v for k in names if (v := getattr(o, k)) is not None}
@@ -518,7 +518,7 @@ def referents(o):
     `template.format(name)` is the code or the words that lead from `o` to it, such as `.model`"""
     if isinstance(o, dict): return [('[{!r}]',k,v) for k,v in o.items()]
     if isinstance(o, (list,tuple,set,frozenset)): return [('[{}]',i,v) for i,v in enumerate(o)]
-    if parts := parts_of(o): return [('.{}',k,v) for k,v in parts.items()]
+    if parts := made_of(o): return [('.{}',k,v) for k,v in parts.items()]
     is_function = isinstance(o, (types.FunctionType,functools._lru_cache_wrapper))
     if is_function and (call := decoration(o)): return [('.__wrapped__', '', call[1])]
     if isinstance(o, types.FunctionType): return [*_variables(o)]

@@ -3,7 +3,7 @@ import os, threading
 import cloudpickle, pytest
 from fastcore.basics import noop
 from fastddp.machines import agent, machine
-from fastddp.machines.stream import GREETING, Stream, _frame
+from fastddp.machines.stream import GREETING, ByteStream, _frame
 
 
 @pytest.fixture
@@ -21,7 +21,7 @@ def in_thread(fn): threading.Thread(target=fn).start()
 def test_the_notebook(pipe):
     read_fd, put = pipe
     class Connected:
-        is_local, stream = True, Stream(read_fd, noop, noop)
+        is_local, stream = True, ByteStream(read_fd, noop, noop)
         def why_lost(self): pass
     m, news, returned = Connected(), [], threading.Event()
     workers = machine.RemoteWorkers([m], [1], False)
