@@ -388,7 +388,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                 'fastddp.doctor._exchange_traps': ('doctor.html#_exchange_traps', 'fastddp/doctor.py'),
                                 'fastddp.doctor._gb': ('doctor.html#_gb', 'fastddp/doctor.py'),
                                 'fastddp.doctor._gpus': ('doctor.html#_gpus', 'fastddp/doctor.py'),
-                                'fastddp.doctor._has_p2p': ('doctor.html#_has_p2p', 'fastddp/doctor.py'),
                                 'fastddp.doctor._machine_traps': ('doctor.html#_machine_traps', 'fastddp/doctor.py'),
                                 'fastddp.doctor._output': ('doctor.html#_output', 'fastddp/doctor.py'),
                                 'fastddp.doctor._query': ('doctor.html#_query', 'fastddp/doctor.py'),
