@@ -186,8 +186,8 @@ def _examine(seconds):
     print(page(f))
     print(_output('nvidia-smi', 'topo', '-m'), end='')
     if p2p := f.n_visible_gpus > 1 and _output('nvidia-smi', 'topo', '-p2p', 'r'):
-        print(f"P2P between GPUs. Where it isn't OK, the exchange goes through memory: {_P2P_REMEDY}.")
-        print(p2p, end='')
+        print("P2P between GPUs. Where it isn't OK, the exchange goes through memory, which is "
+              f"slower: {_P2P_REMEDY}.\n{p2p}", end='')
     return f
 
 def doctor(
