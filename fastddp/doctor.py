@@ -9,7 +9,6 @@ __all__ = ['page', 'doctor']
 import contextlib, os, platform, shutil, subprocess, sys
 from glob import glob
 from importlib.metadata import distributions
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import torch
@@ -19,7 +18,7 @@ from .base.device import (
     accelerator_type, device_module, free_memory, n_gpus, visible_cores)
 from .base.errors import WorkerError
 from .launch.engine import Job
-from .launch.local import Local, all_reduce_seconds
+from .launch import local
 from .output.tables import as_text
 from .process.helper import start_method
 
@@ -47,19 +46,6 @@ def _gpus():
         if is_other: by_bus[bus].processes.append(f'{pid} ({used})')
     return [*by_bus.values()]
 
-# %% ../nbs/904_doctor.ipynb #92be437e
-_ASK_P2P = """
-import torch
-module = torch.{}
-gpus = range(module.device_count())
-print(all(module.can_device_access_peer(a, b) for a in gpus for b in gpus if a != b))"""
-
-def _has_p2p():
-    "True unless a GPU says that it doesn't reach the memory of another one"
-    if n_gpus() < 2: return True
-    # in a process of its own, since the question starts CUDA. Other kinds can't be asked
-    return _output(sys.executable, '-c', _ASK_P2P.format(accelerator_type())).strip() != 'False'
-
 # %% ../nbs/904_doctor.ipynb #1eb0abab
 _HIDES_GPUS = 'CUDA_VISIBLE_DEVICES'
 
@@ -78,15 +64,13 @@ def _versions(
 
 def facts():
     "Return what is known of this machine, without starting anything, as a `SimpleNamespace`"
-    import resource     # not on Windows, where there are no workers
     installed = [((o.name or '').lower(), o.version) for o in distributions()]
-    cpus = Path('/proc/cpuinfo')
     return SimpleNamespace(         # sizes are in bytes
         versions=_versions(installed),      # package -> version, or None
         n_torch_builds=sum(name == 'torch' for name,_ in installed),
         gpus=_gpus(),               # those of the driver
         n_visible_gpus=n_gpus(),    # those of torch
-        has_p2p=_has_p2p(), has_distributed=group.has_distributed(),
+        has_distributed=group.has_distributed(),
         env={k:v for k,v in os.environ.items()
              if k.startswith(('NCCL_','GLOO_')) or k == _HIDES_GPUS},
         # free space; None: there is no such folder
@@ -94,21 +78,21 @@ def facts():
         nccl_files=glob('/dev/shm/nccl-*'),
         memory=os.sysconf('SC_PHYS_PAGES')*os.sysconf('SC_PAGE_SIZE'),
         available_memory=free_memory(),
-        # a limit, -1 where there is none
-        max_open_files=resource.getrlimit(resource.RLIMIT_NOFILE)[0],
         cores=os.cpu_count(),           # of the machine
         visible_cores=visible_cores(),  # those that this process may use
         # file system of the working directory
         folder_type=(_output('df', '--output=fstype', '.').split() or [''])[-1],
         start_method=start_method(),    # of workers
-        is_virtual=cpus.exists() and 'hypervisor' in cpus.read_text(),
         # what `doctor` finds out, see `_try_exchange`
-        rates={}, exchange_error='')
+        rates={}, exchange_error='', fails_directly=False)
 
 # %% ../nbs/904_doctor.ipynb #d05d5309
 # A table of traps: name, true if the machine has it, remedy
 
 def _gb(nbytes): return '?' if nbytes is None else f"{nbytes/2**30:.1f} GB"
+
+_P2P_REMEDY = ("update a driver older than 550 and, on a virtual machine, ask its provider for P2P "
+               "between GPUs (ACS)")
 
 def _torch_traps(f):
     "Those of torch, and of the GPUs that it sees"
@@ -126,19 +110,13 @@ def _torch_traps(f):
 
 def _exchange_traps(f):
     "Those of the exchange between GPUs, directly (P2P) or through memory"
-    has_several = f.n_visible_gpus > 1
-    driver = f.gpus[0].driver if f.gpus else ''
-    has_old_driver = driver and int(driver.split('.')[0]) < 550
-    has_rtx_40 = any('RTX 40' in o.name for o in f.gpus)
     return [
-        ("RTX 40 and an old driver", has_several and has_rtx_40 and has_old_driver,
-         f"Driver {driver} says that P2P works, and it doesn't: update it to 550 or newer, or set "
-         "NCCL_P2P_DISABLE=1."),
-        ("P2P switched off",
-         has_several and f.has_p2p and f.env.get('NCCL_P2P_DISABLE') == '1',
-         "NCCL_P2P_DISABLE=1 is left over and makes the exchange slower: unset it."),
-        ("virtual machine without P2P", has_several and f.is_virtual and not f.has_p2p,
-         "The hypervisor keeps GPUs apart (ACS): the exchange goes through memory. Ask for P2P."),
+        ("no P2P", f.fails_directly,
+         "GPUs can't exchange data directly, so workers use NCCL_P2P_DISABLE=1, which is slower: "
+         f"{_P2P_REMEDY}."),
+        ("P2P switched off", f.n_visible_gpus > 1 and f.env.get('NCCL_P2P_DISABLE') == '1',
+         "NCCL_P2P_DISABLE=1 makes the exchange slower: unset it. Workers set it where GPUs need "
+         "it."),
         ("small /dev/shm", f.shm is not None and f.shm < 2**30,
          f"{_gb(f.shm)} are free in /dev/shm: start docker with --shm-size=8g or --ipc=host."),
         ("files of NCCL in /dev/shm", f.nccl_files,
@@ -158,8 +136,6 @@ def _machine_traps(f):
          f"This process may use {f.visible_cores} of {f.cores} cores: see taskset, docker --cpus."),
         ("network drive", f.folder_type.startswith(_NETWORK_DRIVES),
          f"This folder is on {f.folder_type}: copy the data to a local disk."),
-        ("few open files", 0 <= f.max_open_files < 1024,
-         f"{f.max_open_files} files may be open: raise the limit (ulimit -n)."),
         ("workers start slowly", f.start_method != 'forkserver',
          "Each worker imports torch and fastai by itself: see the warning of the first fit."),
         ("workers can't exchange tensors", f.exchange_error,
@@ -174,13 +150,15 @@ def traps(
 
 # %% ../nbs/904_doctor.ipynb #639e48f8
 def _try_exchange(f, seconds):
-    """Have workers all-reduce some data. Sets `f.rates`, from MB to GB per second and worker, or
-    `f.exchange_error` if that fails"""
+    """Have workers all-reduce some data; they try P2P first. Sets `f.rates`, from MB to GB per
+    second and worker, or `f.exchange_error` if that fails; and `f.fails_directly`, also if an
+    earlier job has found it"""
     n = max(f.n_visible_gpus, 2)
-    launcher = Local(gpus=None if f.n_visible_gpus >= n else [], timeout=seconds)
-    try: out = launcher.run(Job.of(all_reduce_seconds, (1,25,100)), n)
+    launcher = local.Local(gpus=None if f.n_visible_gpus >= n else [], timeout=seconds)
+    try: out = launcher.run(Job.of(local.all_reduce_seconds, (1,25,100)), n)
     except WorkerError as e: f.exchange_error = ' '.join(e._headline().split())
     else: f.rates = {mb:2*(n-1)/n*mb/1024/secs for mb,secs in out.results[0].items()}
+    f.fails_directly = bool(local.extra_env)
 
 def page(
     f # Those of `facts`
@@ -190,8 +168,6 @@ def page(
     early = f.start_method == 'forkserver'
     rows = [('versions', ', '.join(f"{k} {v}" for k,v in f.versions.items() if v)),
             *((f'GPU {o.index}', f"{o.name}, {o.memory} used, driver {o.driver}") for o in f.gpus),
-            ('between GPUs', f.n_visible_gpus > 1 and
-             ("directly" if f.has_p2p else "not all directly (P2P)")),
             ('between workers', rates and f"gradients of {', '.join(rates)}"),
             ('cores', f"{f.visible_cores} of {f.cores}"),
             ('memory', f"{_gb(f.available_memory)} free of {_gb(f.memory)}; {_gb(f.shm)} free in "
@@ -209,6 +185,9 @@ def _examine(seconds):
     if f.has_distributed: _try_exchange(f, seconds)
     print(page(f))
     print(_output('nvidia-smi', 'topo', '-m'), end='')
+    if p2p := f.n_visible_gpus > 1 and _output('nvidia-smi', 'topo', '-p2p', 'r'):
+        print("P2P between GPUs. Where it isn't OK, the exchange goes through memory, which is "
+              f"slower: {_P2P_REMEDY}.\n{p2p}", end='')
     return f
 
 def doctor(

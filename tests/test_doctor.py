@@ -58,7 +58,7 @@ def is_full(ctx, n): raise RuntimeError('CUDA out of memory')
 
 def unchecked(monkeypatch, probe):
     "Workers on the CPU are taken for GPUs whose exchange is untried; `probe` tries it"
-    monkeypatch.setattr(local, '_extra_env', {})
+    monkeypatch.setattr(local, 'extra_env', {})
     monkeypatch.setattr(local, '_p2p_checked', set())
     monkeypatch.setattr(local, 'exchanges_right', probe)
     monkeypatch.setattr(local.Local, 'needs_p2p_check', lambda self, n: not local._p2p_checked)
@@ -76,11 +76,20 @@ def test_gpus_that_cannot_exchange_do_without_p2p(probe, capsys, monkeypatch):
     assert 'NCCL_P2P_DISABLE' not in os.environ
 
 
+def test_the_page_says_what_to_do_without_p2p(capsys, monkeypatch):
+    "Also once a fit has found out, and printed its line"
+    unchecked(monkeypatch, is_wrong)
+    for _ in range(2):
+        doctor()
+        out = capsys.readouterr().out
+        assert '! no P2P: ' in out and 'update a driver' in out and 'gradients of 1 MB ' in out
+
+
 def test_gpus_that_start_slowly_keep_p2p(monkeypatch):
     unchecked(monkeypatch, starts_slowly)
     monkeypatch.setattr(local, '_P2P_TIMEOUT', 2.5)
     with local.Local(gpus=[]) as launcher: launcher.run(Job.of(env_of_worker, None), 2)
-    assert not local._extra_env and local._p2p_checked
+    assert not local.extra_env and local._p2p_checked
 
 
 @pytest.mark.parametrize('error', [RankRaised, RankDied, KeyboardInterrupt])
@@ -91,7 +100,7 @@ def test_gpus_whose_check_ends_otherwise_are_checked_again(error, monkeypatch):
         def ends(*_): raise RankDied(0, -9) if error is RankDied else KeyboardInterrupt
         monkeypatch.setattr(local.Local, '_run_once', ends)
     with pytest.raises(error): local.Local(gpus=[]).run(Job.of(env_of_worker, None), 2)
-    assert not local._extra_env and not local._p2p_checked
+    assert not local.extra_env and not local._p2p_checked
 
 
 def test_gpus_that_exchange_over_the_cpu_are_not_checked(monkeypatch):

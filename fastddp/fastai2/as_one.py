@@ -166,8 +166,6 @@ def _close(fit):
     the middle of a batch or a phase. So there is no collective here"""
     fit.step.close()                # the batch
     fit.step.overlapped.close()     # DDP: its hooks on the parameters
-    fit.together.clock.exchange_secs = (fit.step.passes.exchange_secs
-                                        + fit.step.overlapped.exchange_secs)
     fit.metrics.end_phase()
     fit.common.install()       # the process goes on with the streams of all ranks
 

@@ -37,11 +37,12 @@ from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/731_check.ipynb #7a1c0e42
 # learn.distrib_check():
-#     _compare            makes two copies of the learner (`copy_of`)
+#     reasons_for         finds why the answers of this learner would differ
+#     _compare_without    compares without what can be removed; if answers differ, also without
+#                         callbacks
+#         _compare        makes two copies of the learner (`copy_of`)
 #         _train_both     trains one on workers and one in this process; `NoteSteps` records steps
 #         _difference     compares what was recorded, for the rows of an `Answer`
-#     reasons_for         finds why the answers of this learner may differ
-#     _compare_without    if they do, compares once more without the reasons that can be removed
 #     _verdict            says what is known
 class Reason(NamedTuple):
     "Why answers differ between one process and several workers"
@@ -68,19 +69,15 @@ class Answer(Shown, list):
     loss = ''           # How the losses of workers make that of the batch, in words
     averaged = False    # True if a loss is averaged over workers
     order_differed = False      # True if workers have drawn different orders
-    on_gpu = False
     reasons = {}        # Name -> `Reason`: what is expected to differ
-    without = None      # The `Answer` of the second comparison, without what can be removed
-    removed = ()        # The names of these reasons
+    removed = ()        # The names of those that were taken out of both copies
     verdict = ''        # A sentence or two for the user
     @property
     def same(self): return all(r.same for r in self)
     def parts(self):
         rows = [(row.what, row.text()) for row in self]
-        if self.without is not None:
-            rows = [('', 'as it is', f"without {', '.join(self.removed or ['rounding'])}"),
-                    *((*row, o.text()) for row,o in zip(rows, self.without))]
-        reasons = [f"{k}: {r.why}" for k,r in self.reasons.items()] if not self.same else []
+        reasons = [f"{k}: {r.why}" for k,r in self.reasons.items()
+                   if not self.same or k in self.removed]
         return [Bold(self.verdict), rows, f"loss: {self.loss}", *reasons]
 
 # %% ../../nbs/fastai2/731_check.ipynb #82fdc879
@@ -141,22 +138,23 @@ def _found(learn,
 
 def _compare(learn, steps, tol,
              options, # Of `distrib_ctx`
-             reasons=(), # `Reason`s that are taken out of both copies
-             in_float64=False # Train both in float64
+             reasons, # Name -> `Reason`: they are taken out of both copies
+             in_float64 # Train both in float64
 ):
     "Train a copy of `learn` on workers and another one in this process; return the `Answer`."
     copies = on_workers,in_one = copy_of(learn),copy_of(learn)
     with contextlib.ExitStack() as stack:
         # rounding of TF32 is far above `tol`; workers take over the notebook's setting
         stack.enter_context(without_tf32())
-        for o,r in itertools.product(copies, reasons): r.remove(o, stack)
+        for o,r in itertools.product(copies, reasons.values()): r.remove(o, stack)
         for o in copies if in_float64 else (): _use_float64(o)
         many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
     tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
     res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
                  for k,tolerance in tolerances.items())
     for said in on_workers.distrib_report.ranks[:1]:
-        vars(res).update((k, said[k]) for k in ('loss','averaged','order_differed','on_gpu'))
+        vars(res).update((k, said[k]) for k in ('loss','averaged','order_differed'))
+    res.removed = [*reasons]
     return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #4b9d02e7
@@ -233,6 +231,8 @@ def _no_augmentation(learn, stack):
     if hasattr(ds, 'set_split_idx'): stack.enter_context(ds.set_split_idx(1))
 
 # %% ../../nbs/fastai2/731_check.ipynb #b5523ef7
+_CALLBACK = 'callback '     # how the names of their reasons begin
+
 def _batch_callbacks(learn):
     "Return the callbacks that mix the items of training batches, or run user code in their steps."
     return [cb for cb in learn.cbs if is_kind(cb, ['MixHandler']) or not is_rank0_only(cb)
@@ -243,7 +243,8 @@ def _no_callbacks(learn, stack, kind):
 
 # %% ../../nbs/fastai2/731_check.ipynb #6aa61b6e
 def reasons_for(learn,
-    answer # The `Answer` of the first comparison
+    on_gpu, # Workers have GPUs
+    answer # The `Answer`; an empty one before there is one
 ):
     """Return `{name: Reason}`: what makes the answers of this learner differ between one process
     and several workers."""
@@ -253,12 +254,11 @@ def reasons_for(learn,
     hooks = '_backward_hooks','_post_accumulate_grad_hooks'
     # name, whether there is this reason, the `Reason`
     rows = [
-        ('batch norm on the CPU', not answer.on_gpu and any(isinstance(m, _BN) for m in modules),
+        ('batch norm on the CPU', not on_gpu and any(isinstance(m, _BN) for m in modules),
          "each worker normalizes its own part of a batch", _fix_batch_norm),
         ('dropout', _dropouts(learn.model), "each worker draws its own", _no_dropout),
-        ('augmentation', not answer[0].same and _may_augment(learn), "each worker draws its own",
-         _no_augmentation),
-        *((f'callback {type(cb).__name__}', True,
+        ('augmentation', _may_augment(learn), "each worker draws its own", _no_augmentation),
+        *((f'{_CALLBACK}{type(cb).__name__}', True,
            "it may act on what a worker sees, its part of each batch, or draw random numbers. "
            "Decide by what all workers know (learn.loss after the backward pass, metrics), and "
            "draw from torch.Generator().manual_seed(42)", partial(_no_callbacks, kind=type(cb)))
@@ -285,10 +285,8 @@ _HINT = ("Does the model compare the items of a batch, of which each worker sees
 
 def _verdict(answer):
     "Return a sentence or two: whether the answers are the same, and if not, what is known of it."
-    if answer.same: return "Same."
     names = ', '.join(answer.removed)
-    if answer.without is not None and answer.without.same:
-        return f"Same, apart from {names or 'rounding, which training makes larger'}."
+    if answer.same: return f"Same, apart from {names}." if names else "Same."
     text = f"Not the same, also without {names}." if names else "Not the same."
     stay = {k:r for k,r in answer.reasons.items() if k not in answer.removed}
     if needed := [k for k,r in stay.items() if r.remove]:
@@ -298,19 +296,19 @@ def _verdict(answer):
 
 # %% ../../nbs/fastai2/731_check.ipynb #676f39ae
 def _compare_without(reasons, # Name -> `Reason`
-    compare # Called with `Reason`s, to compare without them, and whether to train in float64
+    compare # Called with some of them, to compare without these, and whether to train in float64
 ):
-    """Compare in float64, without the `reasons` that can be removed, or without those of them that
-    the learner can train without: a callback may make the predictions or the loss. If it can't
-    train in float64, compare as it is. Return the `Answer`, None if there is none; and the names of
-    those that were removed."""
-    removable = [k for k,r in reasons.items() if r.remove]
-    others = [k for k in removable if not k.startswith('callback ')]
-    for in_float64,names in itertools.product((True,False), (removable,others)):
-        # the first comparison, with all of them, didn't fail
-        with contextlib.suppress(Exception):
-            if names or in_float64: return compare([reasons[k] for k in names], in_float64), names
-    return None, []
+    """Compare without those `reasons` that can be removed; without callbacks only if the answers
+    differ else, and if the learner trains without them. Compare in float64 what can train in it.
+    Returns the `Answer`"""
+    def attempt(reasons):
+        with contextlib.suppress(Exception): return compare(reasons, True)
+        return compare(reasons, False)
+    removable = {k:r for k,r in reasons.items() if r.remove}
+    res = attempt({k:r for k,r in removable.items() if not k.startswith(_CALLBACK)})
+    if not res.same and len(res.removed) < len(removable):
+        with contextlib.suppress(Exception), suppress_lines(): res = attempt(removable)
+    return res
 
 # %% ../../nbs/fastai2/731_check.ipynb #7f192c2a
 @patch
@@ -319,27 +317,28 @@ def distrib_check(self:Learner,
     tol:float=1e-5, # Differences up to here, relative to size, are rounding
     **options # Of `distrib_ctx`; default without GPUs: two workers
 ):
-    """Compare `steps` training steps on N workers with one process over the same global batches.
+    """Compare `steps` training steps on N workers with one process over the same global batches,
+    without what is expected to differ: dropout, augmentation, on the CPU batch norm.
 
     Differences up to `tol`, relative to size, count as rounding."""
     refuse_in_launched_group('distrib_check')
     options = dict(batch='per_worker') | options
     # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
-    if options.get('gpus') is None: options.setdefault('nprocs', max(group.n_gpus(), 2))
+    gpus,n_gpus = options.get('gpus'),group.n_gpus()
+    if gpus is None: options.setdefault('nprocs', max(n_gpus, 2))
+    on_gpu = n_gpus and (gpus is None or len(gpus))
     with with_loaders(self):
         # the batch size of a torch loader can't be changed; other code may make batches by itself
         has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
         is_whole = plan(self.dls.loaders[0]).how == 'whole'
         if not has_size or is_whole: options['batch'] = 'global'
-        compare = partial(_compare, self, steps, tol, options)
-        res = compare()
-        res.reasons = reasons_for(self, res)
-        if not res.same:
-            with suppress_lines(): res.without,res.removed = _compare_without(res.reasons, compare)
+        res = _compare_without(reasons_for(self, on_gpu, Answer()),
+                               partial(_compare, self, steps, tol, options))
+        res.reasons = reasons_for(self, on_gpu, res)
     res.verdict = _verdict(res)
     return res
 
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "
-    "`same` says whether all of them agree, and `verdict` why not.",
+    "`same` says whether all of them agree, without what is `removed`, and `verdict` why not.",
     "The learner is unchanged.")

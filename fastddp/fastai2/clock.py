@@ -7,21 +7,19 @@ __all__ = []
 
 # %% ../../nbs/fastai2/704_clock.ipynb #a5151d6b
 import os, time
-from collections import Counter, defaultdict
+from collections import Counter
 from operator import itemgetter
 from typing import NamedTuple
 
-import torch
 from fastai.learner import Recorder
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
 from ..launch.report import PARTS
-from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
-# In this module, without a collective: phases; samples of a GPU; waits for batches; the `Clock`,
-# which has all these, and waits for ranks; `numbers_of`, which is what a rank says in the end.
+# In this module, without a collective: phases; samples of a GPU; the `Clock`, which has these, and
+# waits for batches and ranks; `numbers_of`, which is what a rank says in the end.
 
 _COMPUTING = 'forward','backward','optimizer'   # phases in which the device computes
 
@@ -73,37 +71,6 @@ class DeviceSamples:
         scale = min(idle_secs/max(sum(others.values()), 1e-9), 1.)
         return device | {k:v*scale for k,v in others.items()}
 
-# %% ../../nbs/fastai2/704_clock.ipynb #b3c0a7d2
-_SLOW_FACTOR = 10   # a wait for a batch is slow if it takes so many times the mean of the others
-_LEAST_WAIT = .05   # seconds; shorter waits are not slow
-
-class BatchWaits:
-    """Sums up waits for batches. The first one of a phase lasts until the loader has started, so it
-    is counted apart"""
-    n_others = 0                # batches that aren't the first of their phase
-    secs = slow_secs = 0.       # seconds of waiting for these, and of slow waits among them
-    slowest = 0.,0,0            # the longest one of these, its epoch and batch
-    def __init__(self): self.firsts = []    # seconds of waiting for the first batch of each phase
-    def note(self, secs, epoch,
-        number # Of the batch in its epoch
-    ):
-        if not number:
-            self.firsts.append(secs)
-            return
-        if secs >= _LEAST_WAIT:
-            # Compared with the mean of the other waits, without the slow ones; they are few, so
-            # `n` has them. First waits have another cause, and count as at most this one each
-            n = self.n_others+len(self.firsts)
-            others = self.secs-self.slow_secs + sum(min(o, secs) for o in self.firsts)
-            if secs*n > _SLOW_FACTOR*others: self.slow_secs += secs
-            self.slowest = max(self.slowest, (secs, epoch, number))
-        self.n_others += 1
-        self.secs += secs
-    def startup_secs(self):
-        "Return how much longer the waits for first batches took than as many waits for others"
-        if not self.n_others: return 0.
-        return max(sum(self.firsts)-len(self.firsts)*self.secs/self.n_others, 0.)
-
 # %% ../../nbs/fastai2/704_clock.ipynb #20ff502a
 class Spent(NamedTuple):
     "Seconds that a rank spent otherwise than computing, since the fit began"
@@ -131,21 +98,16 @@ class Clock:
     ):
         self.board = board
         # Seconds: of each kind of `PARTS`; of callbacks by class; of waiting for other ranks by
-        # what those did ('data', 'callbacks' or 'uneven' computing); of the last by rank and epoch
+        # what those did ('data', 'callbacks' or 'uneven' computing); of the last by rank
         self.seconds,self.callbacks,self.waits = Counter(),Counter(),Counter()
-        self.uneven = defaultdict(Counter)
-        # of exchanging gradients in backward passes; `distributed` sets it at the end
-        self.exchange_secs = 0.
-        # Parts with a state of their own
-        self.batches = BatchWaits()
+        self.uneven = Counter()
+        self.slowest = 0.,0,0       # the longest wait for a batch, its epoch, its batch
         self.samples = DeviceSamples(on_gpu)
-        self.sizes = ()     # of the smallest and largest batch, in elements per item
         self.spent = [Spent()]*board.n      # of each rank, until the last meeting
         # Where fastai's loop is
         self.depth = 0      # events that have begun, one in a callback of the other
         self.phase = 'other'        # its kind of time
         self.in_validation = False
-        self.epoch = 0
         self.last_look = self._now()
         self.cpu_start = time.process_time()
     def _now(self):
@@ -170,12 +132,8 @@ class Clock:
         secs = self.lap(self.phase)
         self.samples.note(self.phase, secs)
         if event_name == 'before_batch':
-            self.epoch = vars(learn).get('epoch') or 0      # a validation may have none
-            self.batches.note(secs, self.epoch, learn.iter)
-            size = elements_per_item(getattr(learn, 'xb', ()))
-            if size:
-                sizes = size,*self.sizes
-                self.sizes = min(sizes),max(sizes)
+            epoch = vars(learn).get('epoch') or 0       # a validation may have none
+            self.slowest = max(self.slowest, (secs, epoch, learn.iter))
         return True
     def leave(self, event_name):
         "Note that an event ends, and which phase of fastai's loop begins"
@@ -207,25 +165,19 @@ class Clock:
             self.waits[cause] += secs
             left -= secs
         self.waits['uneven'] += left
-        self.uneven[last_rank][self.epoch] += left
-    def totals(self):
+        self.uneven[last_rank] += left
+    def totals(self,
+        exchange_secs=0. # Of exchanging gradients in backward passes
+    ):
         "Return all of it for a `Report`: plain numbers, in dicts"
         seconds = self.samples.corrected(self.seconds)
         # a backward pass of a sample has its exchange in it, too
         backward = seconds.get('backward', 0.)
-        exchange = min(self.exchange_secs, backward)
+        exchange = min(exchange_secs, backward)
         seconds |= dict(backward=backward-exchange, exchange=exchange)
-        batches = self.batches
-        uneven = {rank:dict(by_epoch) for rank,by_epoch in self.uneven.items()}
         return dict(seconds=seconds, callbacks=dict(self.callbacks), waits=dict(self.waits),
-                    uneven=uneven, slow=batches.slow_secs, starts=batches.startup_secs(),
-                    slowest=batches.slowest,
-                    sizes=self.sizes or (0.,0.), cpu=time.process_time()-self.cpu_start)
-
-# %% ../../nbs/fastai2/704_clock.ipynb #53378770
-def elements_per_item(batch):
-    "Return how many numbers the tensors of a batch have, for each of its items"
-    return sum(t.numel()/max(len(t), 1) for t in tensors_in(batch) if t.dim())
+                    uneven=dict(self.uneven), slowest=self.slowest,
+                    cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319
 def numbers_of(
@@ -233,8 +185,8 @@ def numbers_of(
     fit, # The `Fit`
     dl=None # What was validated or predicted; None: it was a fit
 ):
-    """Return what this rank says in a `Report`, see `launch.report`: the clock's `totals`; threads,
-    loader processes and cores as numbers; memory and gradients in bytes; how losses were computed;
+    """Return what this rank says in a `Report`, see `launch.report`: the clock's `totals`; loader
+    processes and cores as numbers; memory and gradients in bytes; how losses were computed;
     whether orders differed. Peaks of memory are those since `Context.reset_memory_peak`"""
     trains = dl is None
     if trains: dl = learn.dls.loaders[0]
@@ -242,8 +194,9 @@ def numbers_of(
     n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
     on_gpu = is_accelerator(device_of(learn.model))
-    return fit.together.clock.totals() | dict(
-        threads=torch.get_num_threads(), loaders=getattr(torch_dl, 'num_workers', 0),
+    exchange_secs = fit.step.passes.exchange_secs+fit.step.overlapped.exchange_secs
+    return fit.together.clock.totals(exchange_secs) | dict(
+        loaders=getattr(torch_dl, 'num_workers', 0),
         cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
         on_gpu=on_gpu, peak=memory_peak(),
         gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,

@@ -88,13 +88,13 @@ def exchanges_right(
 
 # %% ../../nbs/launch/506_local.ipynb #ce508ea8
 # Known of this process's GPUs, for all engines
-_extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed exchange
+extra_env = {}         # environment of workers: NCCL_P2P_DISABLE after a failed exchange
 _p2p_checked = set()    # tuples of GPUs
 # Seconds: for the start of the GPUs and of NCCL, and for the exchange itself
 _GPU_START_TIMEOUT,_P2P_TIMEOUT = 600.,30.
 _P2P_ERROR = re.compile('nccl|p2p|peer (access|mapping)', re.I)
 
-def _env(nprocs): return dict(_extra_env, LOCAL_WORLD_SIZE=str(nprocs))
+def _env(nprocs): return dict(extra_env, LOCAL_WORLD_SIZE=str(nprocs))
 
 class Local(WorkerLauncher):
     """Runs jobs on processes of this machine, one per GPU or `nprocs` on the CPU; a context manager
@@ -185,9 +185,9 @@ class Local(WorkerLauncher):
         if not self.needs_p2p_check(nprocs): return
         why = self._why_no_exchange(nprocs, interrupts)
         if why:
-            _extra_env['NCCL_P2P_DISABLE'] = '1'
+            extra_env['NCCL_P2P_DISABLE'] = '1'
             # else P2P isn't the reason, and the fit says what is
-            if self._why_no_exchange(nprocs, interrupts): del _extra_env['NCCL_P2P_DISABLE']
+            if self._why_no_exchange(nprocs, interrupts): del extra_env['NCCL_P2P_DISABLE']
             else: print_line(f"The GPUs can't exchange data directly ({why}): workers use "
                              "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
         _p2p_checked.add(tuple(self._gpus(nprocs)))

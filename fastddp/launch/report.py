@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/504_report.ipynb #1273e1ad
 import math, time
-from collections import Counter, defaultdict
+from collections import Counter
 from typing import NamedTuple
 
 from ..output.replay import several
@@ -20,9 +20,6 @@ from ..base.device import accelerator_type, binds_to_numa, visible_cores
 #   banner_line                     before a call
 #   Report: end_phase, add_results  in a call and at its end; `phase_ends` also gets those of rank 0
 #   summary_line, advice_line       after it; later the user reads `learn.distrib_report`
-#
-# An `Advice` is a row of a table of causes, which is computed with the numbers in `FitNumbers`.
-# Their limits (a half, .8, 1.5 ...) are rules of thumb: they choose the sentence shown, if any.
 
 class Advice(NamedTuple):
     "What costs time in a fit, and what to do about it"
@@ -32,192 +29,6 @@ class Advice(NamedTuple):
 
 def format_bytes(nbytes):
     return f"{nbytes/2**20:,.0f} MB" if nbytes >= 2**20 else f"{nbytes/2**10:,.0f} KB"
-
-# %% ../../nbs/launch/504_report.ipynb #6ee5f583
-_SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
-
-# A rank's dict, which `numbers_of` (`fastai2.clock`) returns. In seconds:
-#   seconds    of each kind of work, see `PARTS`; callbacks: of each, by name; cpu: of the process
-#   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
-#   uneven     the last of these, by rank waited for, and epoch
-#   slow       for batches that took much longer than others; slowest: (seconds, epoch, batch)
-#   starts     for the first batches of phases, beyond what as many other batches took
-# In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
-# threads, loaders (processes), cores (its share of the machine's), sizes (the smallest and largest
-# batch, in elements per item). Also metrics (names), on_gpu, loss (how losses were computed, in
-# words), averaged (True if over ranks), order_differed (True if ranks drew different orders).
-class FitNumbers(NamedTuple):
-    "The measurements of one call on the workers, from which advice is computed"
-    seconds:float       # Duration of the whole call
-    start_seconds:float # From the call to the first batch
-    cores:int           # CPU cores of all machines together
-    epochs:int          # Epochs that ended
-    steps:int           # Training steps; 0 for a validation or a prediction
-    ranks:list          # The dict of each rank
-    @property
-    def n(self): return len(self.ranks)
-    @property
-    def rank0(self): return self.ranks[0]
-    def mean(self, kind, table='seconds'):
-        "Return entry `kind` of each rank's dict `table`, averaged over the ranks"
-        return sum(r[table].get(kind, 0.) for r in self.ranks)/self.n
-    def sum(self, key): return sum(r[key] for r in self.ranks)
-    def lost(self, kind):
-        "Return the seconds of `kind` plus those spent waiting for a rank that took longer for it"
-        return self.mean(kind)+self.mean(kind, 'waits')
-    def share(self, secs):
-        "Return `secs` as a part of the call, such as '62 %'"
-        return f"{min(secs/self.seconds, 1):.0%}".replace('%', ' %')
-    @property
-    def compute_seconds(self): return sum(map(self.mean, ('forward','backward','optimizer')))
-    @property
-    def step_seconds(self):
-        "Seconds of a training step, without loading data and callbacks"
-        return (self.compute_seconds+self.mean('exchange'))/max(self.steps, 1)
-    @property
-    def has_small_steps(self): return self.step_seconds < _SMALL_STEP
-
-# %% ../../nbs/launch/504_report.ipynb #03fd0813
-# The causes of a group exclude each other. A row: cause, whether it is this one, if none before it
-# is; the seconds that its remedy saves; the sentence
-
-def data_causes(fit):
-    lost = fit.lost('data')
-    wait = f"{fit.share(lost)} of the time the workers wait for data"
-    secs,epoch,batch = max(r['slowest'] for r in fit.ranks)
-    of_epoch = f" of epoch {epoch}" if fit.steps else ''
-    loaders = fit.rank0['loaders']
-    most_loaders = max(fit.cores//fit.n, 1)
-    where = f"{several(fit.cores, 'core')}, {several(fit.n, 'worker')}"
-    return [
-        # a sum, since all ranks lose the time of a batch that is slow on one of them
-        ('item', fit.sum('slow') > lost/2, lost,
-         f"{wait}, most of it for a few batches: batch {batch}{of_epoch} took {secs:.1f} s. Look "
-         "at its items and at the disk they are on."),
-        # a mean, since loaders start on all ranks at the same time
-        ('loaders', loaders and fit.sum('starts')/fit.n > lost/2, lost,
-         f"{wait}, most of it for the first batch of each epoch, when loader processes start: take "
-         "longer epochs or, if items are quickly made, num_workers=0."),
-        ('data', loaders >= most_loaders, lost,
-         f"{wait}, and no core is free for more loader processes ({where}): cache the decoded "
-         "items, or take cheaper transforms."),
-        ('data', True, lost,
-         f"{wait}: raise num_workers from {loaders} to {most_loaders} ({where}), or cache the "
-         "decoded items.")]
-
-# %% ../../nbs/launch/504_report.ipynb #8c734993
-def exchange_causes(fit):
-    "The exchange of gradients, which one rank doesn't have"
-    lost = fit.mean('exchange')
-    lost_small = lost+fit.mean('other')+fit.mean('uneven', 'waits')
-    per_step = lost_small/max(fit.steps, 1)
-    gradient_bytes = fit.rank0['grads']
-    layer,layer_bytes = fit.rank0['largest']
-    exchange = (f"{fit.share(lost)} of the time the workers exchange gradients, "
-                f"{format_bytes(gradient_bytes)} per step")
-    return [
-        ('small', fit.n > 1 and fit.has_small_steps, lost_small,
-         f"A step takes {(fit.step_seconds+per_step)*1000:.1f} ms, of which {per_step*1000:.1f} ms "
-         "synchronize the workers: take a larger batch, or one worker."),
-        ('layer', layer_bytes > max(gradient_bytes/2, 2**20), lost,
-         f"{exchange}, of which {format_bytes(layer_bytes)} are {layer}: make this layer smaller, "
-         "freeze it, or take a larger batch."),
-        ('exchange', True, lost,
-         f"{exchange}: take a larger batch, accumulate gradients (GradientAccumulation), or "
-         "compress them (comm_hook=bf16_compress_hook).")]
-
-# %% ../../nbs/launch/504_report.ipynb #7c2680d5
-_UNEQUAL = 1.2      # times as large: batches up to this count as of one size
-
-def uneven_causes(fit):
-    "Ranks that wait for others that compute"
-    waited = defaultdict(Counter)       # rank that others waited for -> epoch -> their seconds
-    for r in fit.ranks:
-        for rank,by_epoch in r['uneven'].items(): waited[rank].update(by_epoch)
-    if not waited or fit.has_small_steps: return []
-    lost = fit.mean('uneven', 'waits')
-    wait = f"{fit.share(lost)} of the time workers wait for others"
-    where = 'GPU' if fit.rank0['on_gpu'] else 'cores'
-    totals = {rank:by_epoch.total() for rank,by_epoch in waited.items()}
-    slowest = max(totals, key=totals.get)
-    in_turn = totals[slowest] < .8*sum(totals.values())
-    least,most = min(r['sizes'][0] for r in fit.ranks),max(r['sizes'][1] for r in fit.ranks)
-    # the first epoch that counts: less than a quarter of the worst one is chance
-    by_epoch = waited[slowest]
-    first = min(epoch for epoch,secs in by_epoch.items() if secs >= max(by_epoch.values())/4)
-    since = f" since epoch {first}" if first else ''
-    return [
-        ('sizes', in_turn and most > _UNEQUAL*least, lost,
-         f"{wait}, in turn, and items of one batch are up to {most/max(least, 1):.1f} times as "
-         "large as of another: sort them by length (SortedDL), or cut the longest ones."),
-        ('turns', in_turn, lost,
-         f"{wait}, in turn, though all batches are of one size: look for other programs on the "
-         f"{where}."),
-        ('rank', True, lost,
-         f"{wait}, for worker {slowest}{since}: look for another program on its {where}, or leave "
-         "it out.")]
-
-# %% ../../nbs/launch/504_report.ipynb #419af330
-def metrics_causes(fit):
-    lost = fit.mean('metrics')
-    names = ', '.join(fit.rank0['metrics'])
-    return [('metrics', True, lost,
-             f"{fit.share(lost)} of the time goes into metrics{f' ({names})' if names else ''}: "
-             "compute them less often, or on fewer items.")]
-
-def callbacks_causes(fit):
-    "A callback, unless metrics are the cause of most of the time"
-    lost = fit.lost('callbacks')
-    longest = Counter()     # callback -> its seconds on the rank where it took longest
-    for r in fit.ranks: longest |= Counter(r['callbacks'])
-    return [('callback', secs >= lost/4, lost,
-             f"{fit.share(lost)} of the time goes into callbacks, most of it into {name}: let it "
-             "act less often, once an epoch for example.") for name,secs in longest.most_common(1)]
-
-def validation_causes(fit):
-    lost = fit.mean('validation')
-    return [('validation', lost >= .6*fit.seconds, lost,
-             f"{fit.share(lost)} of the time goes into validation: take fewer items, or larger "
-             "batches for it (val_bs).")]
-
-# %% ../../nbs/launch/504_report.ipynb #528873c9
-def start_causes(fit):
-    "A start of two seconds or more"
-    lost = fit.start_seconds
-    work = sum(map(fit.mean, ('data','forward','backward','optimizer','metrics','validation')))
-    saved_per_epoch = (fit.n*work-(fit.seconds-lost))/max(fit.epochs, 1)
-    pays = "doesn't pay here"
-    if saved_per_epoch > 0: pays = f"pays from epoch {math.ceil(lost/saved_per_epoch)} on"
-    return [('start', lost >= 2 and fit.epochs, lost,
-             f"{fit.share(lost)} of the time is the start, which {pays}: call several fits in one "
-             "distrib_ctx block, or train locally.")]
-
-def threads_causes(fit):
-    "Ranks on the CPU with more threads than cores"
-    threads = fit.sum('threads')
-    busy = fit.compute_seconds+fit.mean('uneven', 'waits')+fit.mean('exchange')
-    return [('threads', threads > 1.5*fit.cores and not fit.rank0['on_gpu'],
-             busy*(1-fit.cores/threads),
-             f"{fit.n} workers compute with {threads} threads on {several(fit.cores, 'core')}: "
-             "leave out threads= and torch.set_num_threads.")]
-
-# %% ../../nbs/launch/504_report.ipynb #186a83d5
-_GPU_INFERENCE_CAUSES = (data_causes,)
-_INFERENCE_CAUSES = data_causes,metrics_causes,callbacks_causes
-_TRAINING_CAUSES = (*_INFERENCE_CAUSES, exchange_causes, uneven_causes, validation_causes,
-                    start_causes, threads_causes)
-_LEAST_SHARE = .1       # of the call
-_LEAST_SECONDS = .5
-
-def advice_for(fit):
-    "Return at most three `Advice` that are worth following, the one that saves most first"
-    inference = _GPU_INFERENCE_CAUSES if fit.rank0['on_gpu'] else _INFERENCE_CAUSES
-    least = max(_LEAST_SHARE*fit.seconds, _LEAST_SECONDS)
-    worth = []
-    for causes in _TRAINING_CAUSES if fit.steps else inference:
-        found = [Advice(cause, *rest) for cause,is_so,*rest in causes(fit) if is_so]
-        worth += [o for o in found[:1] if o.seconds > least]
-    return sorted(worth, key=lambda o: -o.seconds)[:3]
 
 # %% ../../nbs/launch/504_report.ipynb #0b555c10
 # Phase -> what happens in it, for users
@@ -252,12 +63,10 @@ def bars_of(ranks):
                               if secs.get(k, 0.) > 0)) for r,secs in enumerate(each)]
 
 # %% ../../nbs/launch/504_report.ipynb #5a0c0005
-def cores_of(ranks):
-    "Return the number of CPU cores of all machines that the ranks run on"
-    return round(sum(r['cores'] for r in ranks)) or visible_cores()
+_LONG_WAIT = .1     # seconds; of shorter ones nothing is said
 
 def facts_of(report):
-    "Return phrases about bytes that were sent, memory, and the load of the cores"
+    "Return phrases about bytes that were sent, memory, the longest wait, and the load of the cores"
     # whether there is such a fact, the fact
     rows = [(report.sent_bytes, f"{format_bytes(report.sent_bytes)} sent to the workers"),
             (report.state_bytes, f"{format_bytes(report.state_bytes)} of state sent back")]
@@ -265,20 +74,39 @@ def facts_of(report):
         rank0 = ranks[0]
         seconds = sum(rank0['seconds'].values())+sum(rank0['waits'].values())
         busy_cores = ', '.join(f"{r['cpu']/max(seconds, 1e-9):.1f}" for r in ranks)
+        layer,layer_bytes = rank0['largest']
+        longest,epoch,batch = max(r['slowest'] for r in ranks)
+        starts = '' if batch else ", when the loader starts"
         rows += [
             (rank0['grads'], f"{format_bytes(rank0['grads'])} of gradients per step"),
+            (rank0['grads'] and layer_bytes >= 2**20,
+             f"{format_bytes(layer_bytes)} of them of {layer}, the largest parameter"),
+            (longest >= _LONG_WAIT, f"longest wait for a batch {longest:.1f} s: epoch {epoch}, "
+                                    f"batch {batch}{starts}"),
             (True, f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}"),
-            (True, f"{busy_cores} cores busy per worker, of {cores_of(ranks)}"),
-            (rank0['on_gpu'], f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")]
+            (True, f"{busy_cores} cores busy per worker, of {report.cores}"),
+            (report.on_gpu, f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")]
     return [fact for is_so,fact in rows if is_so]
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
+_LEAST_SHARE = .1       # of the call, which an advice saves
+_LEAST_SECONDS = .5
+
+# A rank's dict, which `numbers_of` (`fastai2.clock`) returns. In seconds:
+#   seconds    of each kind of work, see `PARTS`; callbacks: of each, by name; cpu: of the process
+#   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
+#   uneven     the last of these, by rank waited for
+#   slowest    (the longest wait for a batch, its epoch, its batch)
+# In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
+# loaders (processes), cores (its share of the machine's). Also metrics (names), on_gpu, loss (how
+# losses were computed, in words), averaged (True if over ranks), order_differed (True if ranks
+# drew different orders).
 class Report(Shown):
     """Where the time of one call on the workers went, and what would make it faster, as text and
     bars. The first phase begins when the report is made"""
     calls = ()      # the reports of all calls of the block, in order, if it is that of the longest
     sent_bytes = state_bytes = 0    # size of the snapshot, and of the state that came back
-    ranks = ()      # the dict of each rank, see `FitNumbers`
+    ranks = ()      # the dict of each rank, see above
     result = None   # `Progress.result` of rank 0
     def __init__(self, what=''): # What was called, such as 'fit'
         self.what = what
@@ -311,13 +139,30 @@ class Report(Shown):
     @property
     def total(self): return sum(self.phases.values())       # seconds
     @property
+    def start(self): return self.result['first_batch_at']-self.began    # seconds to the first batch
+    @property
+    def on_gpu(self): return self.ranks[0]['on_gpu']
+    @property
+    def cores(self):
+        "The number of CPU cores of all machines that the ranks run on"
+        return round(sum(r['cores'] for r in self.ranks)) or visible_cores()
+    def mean(self, *kinds, table='seconds'):
+        "Return the sum of entries `kinds` of each rank's dict `table`, averaged over the ranks"
+        return sum(r[table].get(k, 0.) for r in self.ranks for k in kinds)/len(self.ranks)
+    def lost(self, kind):
+        "Return the seconds of `kind` plus those spent waiting for a rank that took longer for it"
+        return self.mean(kind)+self.mean(kind, table='waits')
+    @property
     def advice(self):
         "What would make the call faster: at most three `Advice`, the one that saves most first"
-        result = self.result
-        if not self.ranks or result['first_batch_at'] is None: return []
-        start = result['first_batch_at']-self.began
-        return advice_for(FitNumbers(self.total, start, cores_of(self.ranks), result['epochs'],
-                                     result['steps'], self.ranks))
+        if not self.ranks or self.result['first_batch_at'] is None: return []
+        least,values = max(_LEAST_SHARE*self.total, _LEAST_SECONDS),values_of(self)
+        res = []
+        for cause,secs in seconds_lost(self).items():
+            share = f"{min(secs/self.total, 1):.0%}".replace('%', ' %')
+            text = f"{share} of the time {REMEDIES[cause]}.".format(**values)
+            if secs > least: res.append(Advice(cause, secs, text))
+        return sorted(res, key=lambda o: -o.seconds)[:3]
     def first_advice(self): return self.advice[0].text if self.advice else ''
     def to_dict(self):
         "Return all of it as plain values, which `json` can write"
@@ -337,6 +182,75 @@ class Report(Shown):
         phases = [(k, f"{secs:.3f} s", PHASES.get(k, '')) for k,secs in self.phases.items()]
         return [*res, first, *(Bold(o.text) for o in self.advice), phases, bars_of(self.ranks),
                 *(f"  {o}" for o in facts_of(self))]
+
+# %% ../../nbs/launch/504_report.ipynb #a1c00002
+# Cause -> what happens in its time: the remedy. `values_of` returns what is in braces
+REMEDIES = dict(
+    data="the workers wait for data: {load}",
+    metrics="goes into metrics{metrics}: compute them less often, or on fewer items",
+    callbacks="goes into callbacks, most of it into {callback}: let it act less often, once an "
+              "epoch for example",
+    exchange="the workers exchange gradients, {grads} per step: take a larger batch, accumulate "
+             "gradients (GradientAccumulation), or compress them (comm_hook=bf16_compress_hook)",
+    small="the workers synchronize, since steps are short: take a larger batch, or one worker",
+    rank="others wait for worker {slow}: look for another program on its {device}, or leave it out",
+    turns="workers wait for others, in turn: sort items by length if they differ (SortedDL), or "
+          "look for other programs on the {device}",
+    validation="goes into validation: take fewer items, or larger batches for it (val_bs)",
+    start="is the start, which {pays}: call several fits in one distrib_ctx block, or train "
+          "locally")
+
+# %% ../../nbs/launch/504_report.ipynb #a1c00004
+# Rules of thumb, which choose the sentence
+_SMALL_STEP = .01   # seconds; in a shorter step latency counts, not the number of bytes
+_FOR_ONE = .8       # of the waiting for others: if it is for one rank, that one is slow
+_LONG_VALIDATION = .6       # of the call
+_LONG_START = 2.    # seconds
+
+def seconds_lost(report):
+    "Return cause -> the seconds that its remedy saves at most, for what can be told of such a call"
+    lost,result = report.lost,report.result
+    callbacks = max(r['seconds'].get('callbacks', 0.) for r in report.ranks)
+    res = dict(data=lost('data'), metrics=report.mean('metrics'), callbacks=callbacks)
+    if not result['steps']: return dict(data=res['data']) if report.on_gpu else res
+    computing = report.mean('forward', 'backward', 'optimizer', 'exchange')
+    if len(report.ranks) > 1 and computing < _SMALL_STEP*result['steps']:
+        res['small'] = lost('exchange')+lost('uneven')+lost('other')
+    else:
+        waited = _waited_for(report.ranks)
+        is_one = max(waited.values(), default=0.) >= _FOR_ONE*waited.total()
+        res |= {'exchange': lost('exchange'), 'rank' if is_one else 'turns': lost('uneven')}
+    validation = report.mean('validation')
+    if validation >= _LONG_VALIDATION*report.total: res['validation'] = validation
+    if report.start >= _LONG_START and result['epochs']: res['start'] = report.start
+    return res
+
+def _waited_for(ranks):
+    "Return rank -> the seconds that others waited for it while it computed"
+    return sum((Counter(r['uneven']) for r in ranks), Counter())
+
+# %% ../../nbs/launch/504_report.ipynb #a1c00006
+def values_of(report):
+    "Return what is filled into the sentences of `REMEDIES`"
+    ranks,result,start = report.ranks,report.result,report.start
+    rank0,n = ranks[0],len(ranks)
+    where = f"{several(report.cores, 'core')}, {several(n, 'worker')}"
+    loaders,most = rank0['loaders'],max(report.cores//n, 1)
+    load = f"raise num_workers from {loaders} to {most} ({where}), or cache the decoded items"
+    if loaders >= most:
+        load = ("cache the decoded items, or take cheaper transforms, since no core is free for "
+                f"more loader processes ({where})")
+    callbacks = sum((Counter(r['callbacks']) for r in ranks), Counter())
+    waited = _waited_for(ranks)
+    kinds = 'data','forward','backward','optimizer','metrics','validation'
+    saved_per_epoch = (n*report.mean(*kinds)-(report.total-start))/max(result['epochs'], 1)
+    pays = "doesn't pay here"
+    if saved_per_epoch > 0: pays = f"pays from epoch {math.ceil(start/saved_per_epoch)} on"
+    return dict(
+        load=load, pays=pays, device='GPU' if report.on_gpu else 'cores',
+        grads=format_bytes(rank0['grads']), slow=max(waited, key=waited.get, default=0),
+        metrics=f" ({', '.join(rank0['metrics'])})" if rank0['metrics'] else '',
+        callback=max(callbacks, key=callbacks.get, default=''))
 
 # %% ../../nbs/launch/504_report.ipynb #befec04e
 def banner_line(

@@ -3,7 +3,6 @@ import os
 import pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback
 from torch import nn
-from fastddp import doctor
 from fastddp.all import in_torchddp
 from fastddp.base import device, failure, group
 from fastddp.base.scoped import with_attrs
@@ -131,16 +130,3 @@ def groups_beside():
 
 def test_ranks_that_are_not_in_a_group_make_no_call_of_nccl_for_it():
     assert in_torchddp(2, groups_beside) == [[0., 0., 2.], [1., 0., 2.]]
-
-
-def test_doctor_does_not_start_cuda_here(monkeypatch):
-    "Whether GPUs reach each other is asked in a process of its own"
-    asked = []
-    def no(*_): raise AssertionError('in this process')
-    monkeypatch.setattr(doctor, 'n_gpus', lambda: 2)
-    monkeypatch.setattr(doctor, 'accelerator_type', lambda: 'cuda')
-    monkeypatch.setattr(torch.cuda, 'can_device_access_peer', no)
-    for said in 'True', 'False', '':
-        monkeypatch.setattr(doctor, '_output', lambda *command: asked.append(command) or said)
-        assert doctor._has_p2p() == (said != 'False')
-    assert len(asked) == 3 and 'can_device_access_peer' in asked[0][-1]

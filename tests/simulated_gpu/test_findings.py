@@ -172,14 +172,14 @@ def test_p2p_that_does_not_work(wrong):
     learn = learner(n_train=12)
     learn.logger = print
     said = io.StringIO()
-    attrs = [(local, '_P2P_TIMEOUT', 3.), (local, '_p2p_checked', set()), (local, '_extra_env', {})]
+    attrs = [(local, '_P2P_TIMEOUT', 3.), (local, '_p2p_checked', set()), (local, 'extra_env', {})]
     with contextlib.ExitStack() as stack:
         from fastddp.base.scoped import environment, with_attrs
         for o, k, v in attrs: stack.enter_context(with_attrs(o, **{k: v}))
         stack.enter_context(environment(VGPU_P2P=wrong))
         stack.enter_context(contextlib.redirect_stdout(said))
         learn.distrib_fit(1, gpus=[0, 1])
-        assert local._extra_env == {'NCCL_P2P_DISABLE': '1'}
+        assert local.extra_env == {'NCCL_P2P_DISABLE': '1'}
         learn.distrib_fit(1, gpus=[0, 1])
     out = said.getvalue()
     assert out.count("can't exchange data directly") == 1 and WRONG[wrong] in out, out
