@@ -112,7 +112,9 @@ class LearnerJob(BackgroundJob):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
-        self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
+        # the workers start below, when all that is refused has been refused
+        block = learn._distrib_ctx(starts=False, **self.user_call.options)
+        self.until_end.enter_context(block)
         session = session_of(learn)
         if session is None or isinstance(session.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
