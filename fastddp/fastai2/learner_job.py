@@ -20,7 +20,7 @@ from .resume import resume_points
 from .snapshot import Changes, apply, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
+from ..launch.held_gpus import refuse_busy, reserve_gpus
 from ..launch.options import in_launched_group
 from ..launch.session import on_gpus
 from ..output.replay import print_line
@@ -91,7 +91,7 @@ class LearnerJob(BackgroundJob):
     with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
     the twin into the learner. What the job holds, and who lets go of it:
 
-        until_end       `ExitStack`: the block of the twin, and the refusal of `learn.fit`.
+        until_end       `ExitStack`: the GPUs, the block of the twin, the refusal of `learn.fit`.
                         `_make_call` closes it, or `_end` if the call was never made
         twin, epoch     large objects, which `bring` drops"""
     # The twin's last complete epoch, its `FitCall` and the state; None before that
@@ -112,6 +112,8 @@ class LearnerJob(BackgroundJob):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
+        # closed when the workers of the block have ended
+        held = self.until_end.enter_context(ExitStack())
         # the workers start below, when all that is refused has been refused
         block = learn._distrib_ctx(starts=False, **self.user_call.options)
         self.until_end.enter_context(block)
@@ -120,9 +122,11 @@ class LearnerJob(BackgroundJob):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
         session.on_epoch.append(self._keep_epoch)
-        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-        refuse_gpus_of_others(self.gpus, learn)
+        if session.launcher.workers_are_local:
+            held.enter_context(reserve_gpus(learn, session.gpus, self._has_gpus))
         session.launcher.prepare(session.n)
+    def _has_gpus(self, gpus):
+        return f"{self.title()} has GPU {gpus}. Pass other gpus=, or wait for job.result()."
     def _make_call(self):
         "Make the call with the twin, in the thread of the job, and return what it returns."
         with self.until_end, replaced_in_dumps(self.twin.counterparts):

@@ -19,7 +19,7 @@ from ..base.scoped import (
     StopButton, delay_interrupts, in_main_thread, stop_button, uninterrupted_exit, with_attrs)
 from .engine import Job
 from .report import Report, advice_line, banner_line, summary_line
-from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
+from .held_gpus import refuse_busy, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
@@ -72,6 +72,9 @@ def offloaded(learn,
                           "Free memory there: the next fit moves it back.")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
+_HAS_GPU = ("A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
+            "the block.")
+
 @contextmanager
 def distrib_block(
     learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
@@ -106,8 +109,7 @@ def distrib_block(
             launcher,n,gpus = engine
             # the GPUs of other machines are not those of this one
             if launcher.workers_are_local:
-                refuse_gpus_of_jobs(gpus)
-                stack.enter_context(reserve_gpus(learn, gpus))
+                stack.enter_context(reserve_gpus(learn, gpus, _HAS_GPU.format, exclusive=False))
             methods = session(learn, launcher, n, gpus, rank_options, asked).overrides()
         stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
         if starts and engine and not helper_is_importing(): launcher.prepare(n)
