@@ -22,7 +22,7 @@ from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
 from ..launch.held_gpus import refuse_busy, reserve_gpus
 from ..launch.options import in_launched_group
-from ..launch.session import on_gpus
+from ..launch.session import on_gpus, session_of
 from ..output.replay import print_line
 from ..payload.pickling import private_copy, replaced_in_dumps
 from ..payload.state import opt_tensors
@@ -187,12 +187,6 @@ class LearnerJob(BackgroundJob):
                                               self.user_call.kwargs)
         # a variable of the notebook may hold the job, which needs none of these any more
         self.twin = self.epoch = None
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
-def session_of(learn):
-    """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
-    Return None if no block is open, or if its fits run in this process."""
-    return getattr(vars(learn).get('fit'), '__self__', None)
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,

@@ -22,7 +22,7 @@ def test_block_starts_its_workers():
     with learn.distrib_ctx(nprocs=2), learn.no_bar(), learn.no_logging():
         workers = children()-before
         assert len(workers) == 2
-        launcher = learn.fit.__self__.launcher
+        launcher = learn.distrib_session['session'].launcher
         # the file at which the ranks of a group meet
         wait_until(lambda: os.path.exists(launcher._rendezvous))
         pids = [p.pid for p in launcher.workers.procs.values()]
