@@ -20,7 +20,7 @@ from ..base.errors import CantDistribute, RankRaised, WorkerError, short_traceba
 from ..base.failure import is_user_file
 from ..base.scoped import with_attrs
 from ..launch.engine import Job
-from ..launch.held_gpus import refuse_gpus_of_jobs, refuse_gpus_of_others, reserve_gpus
+from ..launch.held_gpus import reserve_gpus
 from ..launch.local import Local
 from ..launch.options import CHECKS, workers_for
 from ..payload.sending import dump_or_blame, dump_result, dump_with_patches
@@ -217,8 +217,6 @@ class Cluster:
             raise CantDistribute("A group needs gpus= or nprocs=, at least one worker.")
         self.app = app
         self.n,self.gpus = workers_for(None if gpus else nprocs, gpus or [])
-        refuse_gpus_of_jobs(self.gpus)
-        refuse_gpus_of_others(self.gpus)
         self._held_gpus = ExitStack()    # closed when the workers have ended
         # starts nothing: the first job starts the workers. `shutdown` calls `__exit__`
         self.local = StandingLocal(gpus=self.gpus, timeout=timeout).__enter__()
@@ -228,7 +226,7 @@ class Cluster:
         self.pids = None        # process id of each worker; None until they have started
         atexit.register(self.shutdown)
         try:
-            self._held_gpus.enter_context(reserve_gpus(None, self.gpus, _HAS_GPU))
+            self._held_gpus.enter_context(reserve_gpus(self, self.gpus, _HAS_GPU.format))
             started = self._run_job(start_job, APPS[self.app], 'starting')
         except BaseException:
             self.shutdown()

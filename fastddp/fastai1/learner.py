@@ -16,7 +16,7 @@ from fastcore.basics import patch
 from .in_place import in_place, train_in_place
 from .session import Session
 from ..launch.options import ITEMS, Options, suggest_names
-from ..launch.session import distrib_block
+from ..launch.session import distrib_block, session_of
 from ..shard.losses import check_loss
 
 # %% ../../nbs/fastai1/808_learner.ipynb #d9b11a6f
@@ -66,7 +66,7 @@ def distrib_stop(self:Learner):
     """Stop the call of this learner that runs on workers, as the stop button does: after the batch
     at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
     False if no call runs."""
-    return False    # a block overrides it in its learner: `Session.overrides`
+    return (session := session_of(self)) is not None and session.stop()
 
 # %% ../../nbs/fastai1/808_learner.ipynb #16a07f09
 _AFTER_FIT = """After a failure the learner has the state of the last complete epoch, or is

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai1/806_session.ipynb #9a060004
-import functools, math
+import functools
 
 from fastai import basic_train
 from fastai.callback import Callback, CallbackHandler
@@ -18,7 +18,7 @@ from .jobs import fit_job, infer_job
 from .loaders import check_v1, step_sizes
 from .snapshot import apply, snapshot
 from ..launch.session import BaseSession, Call, refuse_untrainable
-from ..launch.training import finds_lr
+from ..launch.training import enough_epochs, finds_lr
 
 # %% ../../nbs/fastai1/806_session.ipynb #2629bb65
 # A fit in a block, from the method of the learner to its result. A validation goes the same way:
@@ -67,18 +67,11 @@ class Session(BaseSession):
         callbacks = list(callbacks or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
-        job_args = dict(epochs=self._enough_epochs(epochs, callbacks), options=self.options)
+        asked = enough_epochs(dict(n_epoch=epochs), callbacks, self.global_batch()[1])
+        job_args = dict(epochs=asked['n_epoch'], options=self.options)
         call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
                            counts_steps=finds_lr(callbacks))
         self.train(call)
-    def _enough_epochs(self, epochs, callbacks):
-        """Return the number of epochs in which an `lr_find` has its `n_iter` steps. v1 has counted
-        with the steps of an epoch in one process; on workers an epoch has fewer, larger steps"""
-        for cb in callbacks:
-            if finds_lr([cb]):
-                _,steps = self.global_batch()
-                epochs = max(epochs, math.ceil(cb.sched.n_iter/(steps or 1)))
-        return epochs
     def validate(self, model, dl, loss_func=None, cb_handler=None, pbar=None, average=True,
                  n_batch=None):
         "Validate on the workers; returns what `basic_train.validate` returns"
@@ -95,8 +88,7 @@ class Session(BaseSession):
         return outcome.results[0][0]
     def overrides(self):
         "Return `{name: method}`, which `distrib_block` sets on the learner for the block"
-        methods = {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
-        return methods | dict(distrib_stop=self.stop)
+        return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
     def _on_workers(self, name):
         "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
         method = getattr(type(self.learn), name)

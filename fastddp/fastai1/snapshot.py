@@ -28,7 +28,7 @@ from ..shard.sharded import Sharded, original
 # What a block sets on the learner; progress; the device; caches of a forward pass; and what differs
 # while the batches of a loader are those of all ranks (`loaders.global_batches`)
 _STAYS = {
-    'fastai.basic_train.Learner': 'fit validate get_preds distrib_stop distrib_session',
+    'fastai.basic_train.Learner': 'fit validate get_preds distrib_session',
     'fastai.callback.Callback': 'pbar',
     'fastai.callbacks.rnn.RNNTrainer': 'raw_out out',
     'fastai.basic_data.DataBunch': 'device',

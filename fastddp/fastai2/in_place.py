@@ -20,12 +20,12 @@ from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
 from .jobs import EndOfAll, NoteProgress, call_fit
 from .loaders import step_sizes
-from .session import enough_epochs, fit_args, reports
+from .session import fit_args, reports
 from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
-    finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
+    enough_epochs, finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7

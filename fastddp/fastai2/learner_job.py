@@ -20,37 +20,14 @@ from .resume import resume_points
 from .snapshot import Changes, apply, twin
 from ..launch.background import BackgroundJob
 from ..launch.engine import InProcess
-from ..launch.held_gpus import refuse_busy, refuse_gpus_of_others
+from ..launch.held_gpus import refuse_busy, reserve_gpus
 from ..launch.options import in_launched_group
-from ..launch.session import on_gpus
+from ..launch.session import on_gpus, session_of
 from ..output.replay import print_line
 from ..payload.pickling import Payload, replaced_in_dumps
 from ..payload.state import opt_tensors
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
-class JobTwin:
-    """A copy of a learner, and of a call with it, for a job. It notes what the copy holds at first;
-    `put_into` brings what the call has changed."""
-    def __init__(self, learn,
-        user_call # The `UserCall` of `learn`
-    ):
-        made = twin(learn, dict(args=user_call.args, kwargs=user_call.kwargs))
-        self.learn = made.learn
-        self.call = _with_args(user_call, **made.call)
-        self.original = made.original       # the places of `learn`
-        # functions, classes and data sets aren't copied
-        shared = [o for i,o in made.places.objects.items() if made.original.objects.get(i) is o]
-        self.changes = Changes(made.learn, made.places, shared)
-        # Pairs: an object of the original, and the same object of the twin. Code of cells that
-        # uses the one, such as a loss with a global variable `model`, gets the other on a worker
-        self.counterparts = [(a, made.places.objects[i]) for i,a in made.original.objects.items()
-                             if made.places.objects.get(i, a) is not a]
-    def put_into(self, learn, streams, trains):
-        """Put what the call has changed into `learn`; `streams` is the state of the random streams
-        at its end"""
-        changed = self.changes.capture(streams, weights=trains, grads='all')
-        apply(learn, *changed, self.original)
-
 def _with_args(user_call, args, kwargs):
     "Return a copy of a `UserCall` that has these arguments."
     res = copy.copy(user_call)
@@ -91,9 +68,9 @@ class LearnerJob(BackgroundJob):
     with the `twin` of the learner, whose fits run on workers. `pull` and `bring` put the state of
     the twin into the learner. What the job holds, and who lets go of it:
 
-        until_end       `ExitStack`: the block of the twin, and the refusal of `learn.fit`.
+        until_end       `ExitStack`: the GPUs, the block of the twin, the refusal of `learn.fit`.
                         `_make_call` closes it, or `_end` if the call was never made
-        twin, epoch     large objects, which `bring` drops"""
+        twin, changes, counterparts, epoch      large objects, which `bring` drops"""
     # The twin's last complete epoch, its `FitCall` and the state; None before that
     epoch = None
     def __init__(self, learn,
@@ -104,7 +81,17 @@ class LearnerJob(BackgroundJob):
         self.original = learn
         self.user_call = user_call
         self.trains = trains
-        self.twin = JobTwin(learn, user_call)
+        made = twin(learn, dict(args=user_call.args, kwargs=user_call.kwargs))
+        # its `call` is the `UserCall` of the copy, its `original` the places of `learn`
+        self.twin = made._replace(call=_with_args(user_call, **made.call))
+        copies = made.places.objects
+        # Pairs: an object of the original, and the same object of the twin. Code of cells that
+        # uses the one, such as a loss with a global variable `model`, gets the other on a worker
+        self.counterparts = [(a, copies[i]) for i,a in made.original.objects.items()
+                             if copies.get(i, a) is not a]
+        # functions, classes and data sets aren't copied
+        shared = [o for i,o in copies.items() if made.original.objects.get(i) is o]
+        self.changes = Changes(made.learn, made.places, shared)     # from what the twin holds now
         self.until_end = ExitStack()
         # `_state_hash` of the learner when the job began, or at the last `pull`
         self.known_hash = _state_hash(learn)
@@ -112,18 +99,24 @@ class LearnerJob(BackgroundJob):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
         learn = self.twin.learn
-        self.until_end.enter_context(learn._distrib_ctx(**self.user_call.options))
+        # closed when the workers of the block have ended
+        held = self.until_end.enter_context(ExitStack())
+        # the workers start below, when all that is refused has been refused
+        block = learn._distrib_ctx(starts=False, **self.user_call.options)
+        self.until_end.enter_context(block)
         session = session_of(learn)
         if session is None or isinstance(session.launcher, InProcess):
             raise CantDistribute("wait=False needs workers in processes of their own, and this "
                                  "call has none. nprocs=2 starts two on the CPU.")
         session.on_epoch.append(self._keep_epoch)
-        if session.launcher.workers_are_local: self.gpus = tuple(session.gpus or ())
-        refuse_gpus_of_others(self.gpus, learn)
+        if session.launcher.workers_are_local:
+            held.enter_context(reserve_gpus(learn, session.gpus, self._has_gpus))
         session.launcher.prepare(session.n)
+    def _has_gpus(self, gpus):
+        return f"{self.title()} has GPU {gpus}. Pass other gpus=, or wait for job.result()."
     def _make_call(self):
         "Make the call with the twin, in the thread of the job, and return what it returns."
-        with self.until_end, replaced_in_dumps(self.twin.counterparts):
+        with self.until_end, replaced_in_dumps(self.counterparts):
             session = session_of(self.twin.learn)
             line = gpu_memory_note(self.original, session.gpus)
             if line and not session.quiet(): print_line(line)
@@ -152,6 +145,12 @@ class LearnerJob(BackgroundJob):
                                  "changed since it began, or since the last pull(), and are not "
                                  "overwritten. job.twin.learn is the copy that the job trains.")
         return learn
+    def _put(self,
+        streams # The state of the random streams at the end of the call
+    ):
+        "Put what the call has changed in the twin into the learner."
+        changed = self.changes.capture(streams, weights=self.trains, grads='all')
+        apply(self.original, *changed, self.twin.original)
     def pull(self):
         """Put the last complete epoch into the learner, while the job trains on. Raises
         `CantDistribute` if there is none yet, or if weights or optimizer were changed meanwhile"""
@@ -160,19 +159,19 @@ class LearnerJob(BackgroundJob):
             why = ("result() has already put what was trained into a learner" if self._brought
                    else "no epoch is complete yet")
             raise CantDistribute(f"{self.title()}: {why}.")
-        learn = self._target()
+        self._target()
         fit_call,state = self.epoch
         # `apply` installs random streams: not those of the notebook, while the job goes on
         with fit_call.session.applying, streams_apart():
             fit_call.apply(*state)
-            self.twin.put_into(learn, CommonRNG.capture().state(), True)
-        self.known_hash = _state_hash(learn)
+            self._put(CommonRNG.capture().state())
+        self.known_hash = _state_hash(self.original)
     def bring(self):
         "Put the state of the twin after the call into the learner; for `result`."
         # first: what is refused here can be called again
         learn = self._target()
         copied = self.twin.learn
-        self.twin.put_into(learn, self._streams, self.trains)
+        self._put(self._streams)
         if copied in reports: reports[learn] = reports[copied]
         # `distrib_resume` of the learner continues a fit of the twin that was cut off
         if self.trains: resume_points.pop(learn, None)
@@ -181,12 +180,7 @@ class LearnerJob(BackgroundJob):
                                               self.user_call.kwargs)
         # a variable of the notebook may hold the job, which needs none of these any more
         self.twin = self.epoch = None
-
-# %% ../../nbs/fastai2/729_learner_job.ipynb #c0729006
-def session_of(learn):
-    """Return the `Session` of the open block of `learn`, whose `fit` overrides that of `learn`.
-    Return None if no block is open, or if its fits run in this process."""
-    return getattr(vars(learn).get('fit'), '__self__', None)
+        self.changes = self.counterparts = None
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729029
 def start_job(learn,

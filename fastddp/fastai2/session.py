@@ -9,7 +9,6 @@ __all__ = []
 import contextlib, inspect, re, threading, warnings, weakref
 
 from fastai.callback.core import Callback
-from fastai.callback.schedule import LRFinder
 from fastai.learner import Learner
 from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
@@ -25,7 +24,7 @@ from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.report import Report
 from ..launch.session import BaseSession, Call, refuse_untrainable
-from ..launch.training import finds_lr, notebook_run, wants_no_lines
+from ..launch.training import enough_epochs, finds_lr, notebook_run, wants_no_lines
 from ..output.replay import print_line, several, suppress_lines
 from ..payload.kinds import is_own
 from ..shard.gradients import check_ddp
@@ -52,19 +51,6 @@ def fit_args(learn, args, kwargs):
         res.setdefault('n_epoch', n_epoch.default)
     cbs = [cb() if isinstance(cb, type) else cb for cb in L(res.pop('cbs', None))]
     return cbs,res
-
-# %% ../../nbs/fastai2/727_session.ipynb #94bba839
-def enough_epochs(
-    asked, # Arguments of a fit by name
-    cbs, # Its callbacks
-    steps # Per epoch
-):
-    """Return `asked` with as many epochs as an `lr_find` needs for its `num_it` steps. fastai has
-    counted the steps of one process; on several ranks an epoch has fewer."""
-    num_its = [cb.num_it for cb in cbs if isinstance(cb, LRFinder)]
-    n_epoch = asked.get('n_epoch')
-    if n_epoch is None or not num_its: return asked
-    return asked | dict(n_epoch=max(n_epoch, max(num_its)//max(steps, 1)+1))
 
 # %% ../../nbs/fastai2/727_session.ipynb #e91b2a98
 class FitCall(Call):

@@ -37,7 +37,6 @@ class BackgroundJob:
         self.what = f'job {next(_numbers)}: {what}'
         self.state = 'starting'
         self.learn = learn
-        self.gpus = ()              # of the workers; a subclass sets it once they are known
         self._run = run
         self._button = StopButton()
         self.panel = Panel(self.title, self._on_refresh)
@@ -74,7 +73,7 @@ class BackgroundJob:
             if isinstance(e, Exception):       # `result` shows the rest
                 first_line = str(e).partition('\n')[0]
                 self.panel.write('stderr', f"{type(e).__name__}: {first_line}\n")
-            # in this order: a call that was waiting for `_ended` may take its GPUs
+            # in this order: a call that was waiting for `_ended` may train its learner
             running_jobs.remove(self)
             self._ended.set()
         self.panel.refresh(force=True)

@@ -222,7 +222,7 @@ def ranch(
 class Spawned:
     """Processes that `spawn(join=False)` has started. After `join`, `result` is the list of results
     by rank; `stop` ends them"""
-    learn,gpus = None,()        # as of a `BackgroundJob`
+    learn = None        # as of a `BackgroundJob`
     def __init__(self,
         what, # The call, in words
         run # Runs the processes and returns their results; called in a thread

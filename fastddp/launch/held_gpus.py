@@ -12,65 +12,37 @@ from typing import NamedTuple
 from ..base.errors import CantDistribute
 
 # %% ../../nbs/launch/507_held_gpus.ipynb #c5f22547
-# Who holds GPUs in this notebook, and who can't have the same ones then:
-#
-#     a background job   is in `running_jobs`           another job, a block, a `Cluster`
-#     a block            is in `_reservations`          a job of another learner, a `Cluster`
-#     a `Cluster`        the same, without a learner    a job, a block, another `Cluster`
-#
-# Before it starts workers, a block calls `refuse_gpus_of_jobs`, a `Cluster` that and
-# `refuse_gpus_of_others`, and a job both, too: the first one through the block of its copy.
-
 class _Reservation(NamedTuple):
     "The arguments of `reserve_gpus`"
-    learn:object
+    holder:object
     gpus:list
-    refusal:str
+    refusal:object
+    exclusive:bool
 
-_reservations = []  # the `_Reservation` of each block and `Cluster`
+_reservations = []  # the `_Reservation` of each block, job and `Cluster`
 
 @contextmanager
 def reserve_gpus(
-    learn, # The learner of the `distrib_ctx` block that has the GPUs; None: no block has them
-    gpus, # Their numbers
-    refusal="A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
-            "the block."
+    holder, # The learner of a block, or a `Cluster`. A job and the block of its copy have the same
+    gpus, # Their numbers; None or empty: none
+    refusal, # Called with the GPUs that another holder wants, as text; returns the error message
+    exclusive=True # False: others may have them, too, unless they want them for themselves
 ):
-    "Context manager in which a job on one of `gpus` is refused, and without `learn` a block, too"
-    reservation = _Reservation(learn, gpus, refusal)
+    """Context manager in which `holder` has `gpus`. Raises `CantDistribute` if another holder has
+    one of them, and one of the two is exclusive"""
+    reservation = _Reservation(holder, gpus or (), refusal, exclusive)
+    # a job before the block of its copy, which doesn't say who it is
+    for o in reversed(_reservations):
+        shared = sorted({*reservation.gpus} & {*o.gpus})
+        if shared and (exclusive or o.exclusive) and o.holder is not holder:
+            raise CantDistribute(o.refusal(', '.join(map(str, shared))))
     _reservations.append(reservation)
     try: yield
     finally: _reservations.remove(reservation)
 
-# %% ../../nbs/launch/507_held_gpus.ipynb #a77f7aae
+# %% ../../nbs/launch/507_held_gpus.ipynb #c4c608cf
 running_jobs = []   # each `BackgroundJob` that has not ended
 
-def _shared_gpus(gpus, others):
-    "Return the GPUs in both, as text, which is empty if there are none"
-    return ', '.join(map(str, sorted({*gpus} & {*others})))
-
-def refuse_gpus_of_jobs(gpus):
-    "Raise `CantDistribute` if a background job or a `Cluster` has one of `gpus`"
-    for job in [*running_jobs]:
-        shared = _shared_gpus(gpus, job.gpus)
-        if shared:
-            raise CantDistribute(f"{job.title()} has GPU {shared}. Pass other gpus=, or wait for "
-                                 "job.result().")
-    _refuse_reserved(gpus, lambda holder: holder is None)
-
-def refuse_gpus_of_others(gpus, learn=None):
-    """Raise `CantDistribute` if a block of another learner has one of `gpus`; with `learn`, also if
-    a `Cluster` has"""
-    _refuse_reserved(gpus, lambda holder: holder is not learn)
-
-def _refuse_reserved(gpus,
-    applies_to # Is called with the learner of a reservation, or None; true: look at its GPUs
-):
-    for o in _reservations:
-        shared = _shared_gpus(gpus, o.gpus)
-        if shared and applies_to(o.learn): raise CantDistribute(o.refusal.format(shared))
-
-# %% ../../nbs/launch/507_held_gpus.ipynb #c4c608cf
 def refuse_busy(learn):
     "Raise `CantDistribute` if a background job trains `learn`"
     for job in [*running_jobs]:

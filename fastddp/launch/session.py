@@ -19,7 +19,7 @@ from ..base.scoped import (
     StopButton, delay_interrupts, in_main_thread, stop_button, uninterrupted_exit, with_attrs)
 from .engine import Job
 from .report import Report, advice_line, banner_line, summary_line
-from .held_gpus import refuse_busy, refuse_gpus_of_jobs, reserve_gpus
+from .held_gpus import refuse_busy, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
@@ -75,9 +75,14 @@ def offloaded(learn,
                           "Free memory there: the next fit moves it back.")
 
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
+_HAS_GPU = ("A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
+            "the block.")
+
 @contextmanager
 def distrib_block(
-    learn, # In the block its methods are overridden; `learn.distrib_session` is `options`
+    # In the block its methods are overridden, and `learn.distrib_session` is `options` and the
+    # `session`, see `session_of`
+    learn,
     options, # Name -> value, all options of the block
     asked, # Those that aren't the defaults
     rank_options, # What the ranks are told, as of `Session`
@@ -104,17 +109,23 @@ def distrib_block(
     with uninterrupted_exit() as stack:
         with suppress_lines(is_quiet):
             engine = stack.enter_context(engine_for(options, asked))
-        methods = {}
+        opened = None
         if engine:      # else the calls run in this process
             launcher,n,gpus = engine
             # the GPUs of other machines are not those of this one
             if launcher.workers_are_local:
-                refuse_gpus_of_jobs(gpus)
-                stack.enter_context(reserve_gpus(learn, gpus))
-            methods = session(learn, launcher, n, gpus, rank_options, asked).overrides()
-        stack.enter_context(with_attrs(learn, distrib_session=options, **methods))
+                stack.enter_context(reserve_gpus(learn, gpus, _HAS_GPU.format, exclusive=False))
+            opened = session(learn, launcher, n, gpus, rank_options, asked)
+        methods = opened.overrides() if opened else {}
+        of_block = options | dict(session=opened)
+        stack.enter_context(with_attrs(learn, distrib_session=of_block, **methods))
         if starts and engine and not helper_is_importing(): launcher.prepare(n)
         yield
+
+def session_of(learn):
+    """Return the `Session` of the open block of `learn`. Return None if no block is open, or if its
+    calls run in this process"""
+    return vars(learn).get('distrib_session', {}).get('session')
 
 # %% ../../nbs/launch/511_session.ipynb #67d5a2ee
 class Call:
@@ -248,7 +259,7 @@ class BaseSession:
         self.last_banner = None         # the line that `print_banner` has printed last
         self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
         self.calling = threading.RLock()    # held by the thread whose call runs
-        self.button = None                  # `StopButton` or 'ctrl-c': what stops that call
+        self.interrupt = None               # stops that call, when called without arguments
     def datasets(self): return ()       # sequences from which items are made, such as paths
     def quiet(self): return False       # True if the learner wants no lines of ours
     def note(self): return None         # a further line about the fit, or None
@@ -287,18 +298,15 @@ class BaseSession:
     @contextmanager
     def _stoppable(self):
         "Context manager of a call that `stop` stops, also in a thread, which Ctrl-C doesn't reach"
-        outer = self.button
-        button = stop_button() or ('ctrl-c' if in_main_thread() else StopButton())
-        with button.in_thread() if isinstance(button, StopButton) else nullcontext():
-            self.button = button
-            try: yield
-            finally: self.button = outer
+        button = stop_button() or (None if in_main_thread() else StopButton())
+        interrupt = button.press if button else _thread.interrupt_main
+        with button.in_thread() if button else nullcontext(), with_attrs(self, interrupt=interrupt):
+            yield
     def stop(self):
         "Stop the call that runs, as Ctrl-C does; from any thread. Return False if there is none"
-        button = self.button
-        if isinstance(button, StopButton): button.press()
-        elif button: _thread.interrupt_main()
-        return button is not None
+        interrupt = self.interrupt
+        if interrupt: interrupt()
+        return interrupt is not None
     def run_with_restarts(self, call):
         "Run `call`, again after a failure up to `restarts` times, and return its `Outcome`"
         for left in reversed(range(self.restarts)):

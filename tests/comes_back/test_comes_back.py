@@ -578,7 +578,9 @@ def test_attributes_named_as_the_learners(two):
 
 class KeepsLoaders(Callback):
     def __init__(self): self.seen = []
-    def before_fit(self): self.valid_dl = self.learn.dls.valid
+    def before_fit(self):
+        self.valid_dl = self.learn.dls.valid
+        self.by_name = dict(valid=[self.learn.dls.valid])       # new objects, which are sent whole
     def before_train(self): self.seen.append(self.learn.dl)
 
 
@@ -586,7 +588,7 @@ def test_a_callback_that_keeps_loaders_has_the_notebooks_own(two):
     learn, cb = learner(), KeepsLoaders()
     for _ in range(2): learn.distrib_fit(1, nprocs=2, launcher=two, cbs=cb)
     assert cb.valid_dl is learn.dls.valid and len(cb.seen) == 2 and all(o is learn.dls.train for o in cb.seen)
-    assert sum(len(y) for _, y in cb.valid_dl) == 21
+    assert cb.by_name['valid'][0] is learn.dls.valid and sum(len(y) for _, y in cb.valid_dl) == 21
 
 
 class Curriculum(Callback):

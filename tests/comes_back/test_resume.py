@@ -186,9 +186,9 @@ def test_a_fit_of_another_thread_is_not_counted(tmp_path, undisturbed):
         thread.start()
         thread.join(60)
     with learn.distrib_ctx(nprocs=2, timeout=40):
-        vars(learn)['fit'].__self__.on_epoch.append(beside)
+        learn.distrib_session['session'].on_epoch.append(beside)
         with pytest.raises(RankRaised): train(learn)
-        del vars(learn)['fit'].__self__.on_epoch[:]
+        del learn.distrib_session['session'].on_epoch[:]
         learn.distrib_resume()
     assert len(refused) == 1 and history(learn) == undisturbed
 

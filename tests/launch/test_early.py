@@ -1,7 +1,8 @@
 """The workers of a block begin when it opens, and form their group while the cell goes on"""
-import os, time
+import contextlib, os, time, types
 import pytest
 from fastddp.all import *
+from fastddp.launch import session
 from fastddp.process.helper import marks_of_helper
 from learners import make_learner
 from traces import children
@@ -21,7 +22,7 @@ def test_block_starts_its_workers():
     with learn.distrib_ctx(nprocs=2), learn.no_bar(), learn.no_logging():
         workers = children()-before
         assert len(workers) == 2
-        launcher = learn.fit.__self__.launcher
+        launcher = learn.distrib_session['session'].launcher
         # the file at which the ranks of a group meet
         wait_until(lambda: os.path.exists(launcher._rendezvous))
         pids = [p.pid for p in launcher.workers.procs.values()]
@@ -38,4 +39,18 @@ def test_call_that_is_refused_starts_none(call, monkeypatch):
     started = []
     monkeypatch.setattr(Local, '_ensure_workers', lambda *args: started.append(args))
     with pytest.raises(CantDistribute): call(make_learner())
+    assert not started
+
+
+def test_job_that_is_refused_starts_none(monkeypatch):
+    "A job on the GPU of another learner's open block (made up: there is no GPU, and nothing runs)"
+    started = []
+    launcher = types.SimpleNamespace(workers_are_local=True, prepare=started.append)
+    monkeypatch.setattr(session, 'engine_for',
+                        lambda given, asked: contextlib.nullcontext((launcher, 2, given['gpus'])))
+    monkeypatch.setattr(session, 'helper_is_importing', lambda: False)
+    with make_learner().distrib_ctx(gpus=[0, 1]):
+        assert started.pop() == 2
+        with pytest.raises(CantDistribute, match='another learner has GPU 1'):
+            make_learner().distrib_fit(1, gpus=[1, 2], wait=False)
     assert not started
