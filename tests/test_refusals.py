@@ -120,7 +120,7 @@ def test_nothing_to_train():
 
 def test_other_options_inside_a_block():
     learn = make_learner()
-    with learn.distrib_ctx(nprocs=2):
+    with learn.distrib_ctx(nprocs=2, starts=False):
         with pytest.raises(CantDistribute, match='nprocs'): learn.distrib_fit(1, nprocs=3)
         with pytest.raises(CantDistribute, match='sync_bn'): learn.distrib_fit(1, sync_bn=False)
     assert 'fit' not in vars(learn) and 'distrib_session' not in vars(learn)
