@@ -235,6 +235,7 @@ def test_a_helper_that_dies_is_named():
 def test_workers_that_need_gpus_are_asked_for(monkeypatch, gpus):
     asked = []
     monkeypatch.setattr(local, 'start_workers', lambda ranks, on_gpu, *_: asked.append(on_gpu))
+    monkeypatch.setattr(Local, '_form_group', lambda *_: None)
     engine = Local(gpus=gpus)
     engine._ensure_workers(2, None)
     engine.close()

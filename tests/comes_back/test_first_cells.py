@@ -168,6 +168,7 @@ for options in dict(mixed_precision='fp16'), dict(rubbish=7):
 '''
 
 
+@pytest.mark.full
 def test_an_import_of_fastais_own_comes_last(tmp_path):
     (tmp_path/'later.py').write_text(LATER.format(tests=os.path.dirname(os.path.dirname(__file__))))
     out = subprocess.run([sys.executable, 'later.py'], cwd=tmp_path, capture_output=True, text=True, timeout=120)

@@ -21,10 +21,12 @@ STEPS = ['ship', 'join', 'load', 'first step', 'train', 'back']
 def test_phases_of_a_fit_add_up():
     learn = make_learner()
     assert not learn.distrib_report.calls and 'distrib_fit' in str(learn.distrib_report)
-    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+    with learn.no_bar(), learn.no_logging():
         called = time.time()
-        learn.fit(1)
+        learn.distrib_fit(1, nprocs=2)
         first, ended = learn.distrib_report, time.time()
+    with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
+        learn.fit(1)
         learn.fit(1)
         second = learn.distrib_report.calls[-1]
         learn.get_preds()

@@ -67,6 +67,7 @@ def test_the_next_call_finds_it_imported(module):
     assert not helper._next and lib.__name__ in helper.ensure_helper().libraries
 
 
+@pytest.mark.full
 def test_a_library_that_looks_for_gpus_at_its_import_finds_the_notebooks(module, monkeypatch):
     monkeypatch.setenv('CUDA_VISIBLE_DEVICES', '0,1')
     saw = '__saw__ = os.environ.get("CUDA_VISIBLE_DEVICES")'

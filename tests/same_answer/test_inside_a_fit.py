@@ -357,10 +357,10 @@ def test_a_loss_that_changes_its_state_in_a_validation(two, capfd):
 
 @pytest.mark.parametrize('train', [37, 41])
 @pytest.mark.parametrize('workers', [2, 3])
-def test_a_training_loader_of_whole_batches_is_validated_item_by_item(workers, train, request):
+def test_a_training_loader_of_whole_batches_is_validated_item_by_item(workers, train, two, three):
     "In training a rank without a batch, or with a single item, is fed items that don't count"
     cb = Asks('after_epoch', lambda learn: learn.validate(0))
     learn = learner(train=train, metrics=accuracy)
     learn.dls.train.reads_whole = True
-    learn.distrib_fit(1, nprocs=workers, launcher=request.getfixturevalue({2: 'two', 3: 'three'}[workers]), cbs=[cb])
+    learn.distrib_fit(1, nprocs=workers, launcher={2: two, 3: three}[workers], cbs=[cb])
     assert largest(cb.got[0], learn.validate(0)) < 1e-5
