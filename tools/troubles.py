@@ -12,13 +12,15 @@ When a worker fails, your cell raises an error. It shows rank, epoch and batch, 
 variables, the items of the batch, the worker's traceback, the state of the learner, and what to do. `err.failure` \
 has all of it, `err.failure.locals` the variables of each of your frames, `err.batch_items` the indices.
 
-The learner then has the state of the last complete epoch (or is unchanged if there was none), and \
-`learn.distrib_resume()` continues from there: same call, same schedule, same table. `restarts=2` does that \
-automatically, at most twice.
+The learner then has the state of the last complete epoch (or is unchanged if there was none); if all workers have \
+raised the same error, that of the last finished batch, as in one process. `learn.distrib_resume()` continues: same \
+call, same schedule, same table. `restarts=2` does that automatically, at most twice.
 
 **Your own callback was the cause.** `distrib_resume()` calls the same objects again, with the code that they had. \
-Mend the class in its cell, and make the call with a new object and the epoch that the error names: \
-`learn.distrib_fit_one_cycle(5, 1e-2, cbs=MyCallback(), start_epoch=2)`. The schedule goes on there.
+Mend the class in its cell. If it is a callback of the learner, exchange it, `learn.remove_cb(learn.my_callback)`, \
+`learn.add_cb(MyCallback())`, and resume. If the call was given it, make the call with a new object and the epoch \
+that the error names: `learn.distrib_fit_one_cycle(5, 1e-2, cbs=MyCallback(), start_epoch=2)`. The schedule goes on \
+there.
 
 **Stop.** One interrupt (the button, or Ctrl-C) stops all workers after the same batch: weights, optimizer and \
 recorder are in the learner, as after a fit in one process. A second interrupt ends the workers at once; the learner \

@@ -72,7 +72,8 @@ class Bench(Shown, list):
         res = [rows]
         if remark := self.remark(): res.append(remark)
         if o := self.worth_it:
-            res.append(Bold(f"Worth it: {several(o.workers, 'worker')}, batch {o.batch}, "
+            what = 'Worth it' if o.workers > 1 else 'Workers are not worth it, one is as fast'
+            res.append(Bold(f"{what}: {several(o.workers, 'worker')}, batch {o.batch}, "
                             f"num_workers={o.num_workers}."))
         return res
 

@@ -52,6 +52,7 @@ class NoteProgress(OurCallback):
     in_batch = False        # True from the beginning of a batch to its end
     has_stepped = False     # True once the first batch has ended, in a fit the first of training
     epoch = None            # that of `where`
+    steps_before = 0        # of training, before this epoch
     def __init__(self, ctx,
         folder=None # As of `Progress`
     ):
@@ -80,7 +81,9 @@ class NoteProgress(OurCallback):
         self.epoch = getattr(self.learn, 'epoch', None)
     def before_fit(self):
         self.fits.append({k:getattr(self, k) for k in ('phase','n_begun','in_batch','epoch')})
-    def before_epoch(self): self._enter('epoch')
+    def before_epoch(self):
+        self._enter('epoch')
+        self.steps_before = self.progress.steps     # `start_epoch` skips epochs
     def before_train(self):
         self._enter('train')
         self.progress.start()
@@ -94,7 +97,9 @@ class NoteProgress(OurCallback):
         self.progress.lap(step_of(self.learn).total)
     def before_validate(self): self._enter('validate')
     def after_validate(self): self._enter('epoch')
-    def after_epoch(self): self.progress.epochs += len(self.fits) == 1
+    def after_epoch(self):
+        has_trained = self.progress.steps > self.steps_before
+        self.progress.epochs += has_trained and len(self.fits) == 1
     def after_fit(self):
         outer = self.fits.pop()
         if self.fits: vars(self).update(outer)

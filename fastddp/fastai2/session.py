@@ -65,9 +65,9 @@ class FitCall(Call):
         # `apply` updates it
         first_epoch
     ):
-        n_epoch = asked.get('n_epoch')      # a `fit` of the user's may have no such argument
-        what = 'fit' if n_epoch is None else several(n_epoch, 'epoch')
-        super().__init__(session, fit_job, what, apply_failed='all', counts_steps=finds_lr(cbs))
+        finds = finds_lr(cbs)
+        super().__init__(session, fit_job, 'lr_find' if finds else 'fit', apply_failed='all',
+                         counts_steps=finds)
         store_attr('cbs,asked,user_call,first_epoch')
     def snapshot(self):
         session = self.session
@@ -128,10 +128,17 @@ class FitCall(Call):
         # all ranks have raised the same, or rank 0 has stopped in an epoch, and another one hasn't
         if e.cut: self.save(e.epoch)
         Call.on_failure(self, e, is_last)
-        cb = _failed_callback(self.learn, e)
-        if cb and 'distrib_resume' in e.kept:
-            e.kept += (f" You may mend the callback first: learn.remove_cb(learn.{cb.name}), and "
-                       "learn.add_cb() of the new one.")
+        cb = _failed_callback([*self.learn.cbs, *self.cbs], e)
+        if cb and 'distrib_resume' in e.kept: e.kept += self._recipe(cb)
+    def _recipe(self, cb):
+        "Return how the fit goes on with another callback in the place of `cb`, which has failed"
+        if any(o is cb for o in self.cbs):
+            epoch = getattr(self.learn, 'epoch', 0)
+            return (" With a mended callback, as this one was given by cbs=, make the call again "
+                    f"instead: learn.distrib_{self.user_call.name}(..., "
+                    f"cbs={type(cb).__name__}(), start_epoch={epoch}).")
+        return (f" You may mend the callback first: learn.remove_cb(learn.{cb.name}), and "
+                "learn.add_cb() of the new one.")
     @contextlib.contextmanager
     def resumable(self):
         """Context manager for all tries of the fit. If it fails or is stopped, make the resume
@@ -148,11 +155,11 @@ class FitCall(Call):
             raise
 
 # %% ../../nbs/fastai2/727_session.ipynb #c934ee11
-def _failed_callback(learn, e):
-    "Return the callback of the user's that raised what became `e`, or None"
+def _failed_callback(cbs, e):
+    "Return the one of `cbs`, of the user's, that raised what became `e`, or None"
     text = e.failure.message if isinstance(e, RankRaised) else ''
     name = re.match('Exception occured in `(.+?)`', text)
-    return next((cb for cb in learn.cbs if name and type(cb).__name__ == name[1]
+    return next((cb for cb in cbs if name and type(cb).__name__ == name[1]
                  and is_own(type(cb))), None)
 
 # %% ../../nbs/fastai2/727_session.ipynb #1f0a2b77

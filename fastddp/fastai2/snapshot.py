@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
-import pickle
+import pickle, types
 from contextlib import ExitStack, contextmanager
 from collections import Counter, defaultdict
 from typing import NamedTuple
@@ -376,6 +376,17 @@ def _callbacks_of(saved, learn):
     words = [f'{o} {k}' for o,k in zip(('without','with'), names) if k]
     if words: print_line(f"The fit that was cut off goes on {' and '.join(words)}.")
 
+_METHODS = types.FunctionType, classmethod, staticmethod, property
+
+@contextmanager
+def _methods_as_defined(places):
+    "Inside, no class gets a method that it lacks: a cell may have defined it anew, without"
+    defined = [(o, {*vars(o)}) for o in places.objects.values() if isinstance(o, type)]
+    yield
+    for cls,names in defined:
+        more = [k for k,v in vars(cls).items() if k not in names and isinstance(v, _METHODS)]
+        for k in more: delattr(cls, k)
+
 class SavedGraph(NamedTuple):
     "A learner's graph in bytes"
     graph:tuple         # `(meta, buffers)` of the graph
@@ -426,7 +437,8 @@ class SavedGraph(NamedTuple):
             is_same = [i for i,o in theirs.objects.items() if own.objects[i] is o]
             notes = Notes(theirs, left_out, is_empty=True)
             everything = dump_changes(notes, grads='all', skip=is_same)
-            applied = apply_changes(*everything.copied(), own, device)
+            with _methods_as_defined(own):
+                applied = apply_changes(*everything.copied(), own, device)
             warn_of_lost(own, ROOT, applied)
             move_opt_state(learn.opt)
             CommonRNG(rng).install()

@@ -118,7 +118,8 @@ class Report(Shown):
         self.phase_ends.append((phase, time.time()))
     def add_results(self, results):
         "Add `Progress.result` of each rank, with its dict as `report` if it has one"
-        self.result = results[0]
+        rank0 = self.result = results[0]
+        if self.what == 'fit' and rank0['steps']: self.what = trained(rank0)
         self.ranks = [r['report'] for r in results if r.get('report')]
     @property
     def imported(self):
@@ -197,8 +198,7 @@ REMEDIES = dict(
     turns="workers wait for others, in turn: sort items by length if they differ (SortedDL), or "
           "look for other programs on the {device}",
     validation="goes into validation: take fewer items, or larger batches for it (val_bs)",
-    start="is the start, which {pays}: call several fits in one distrib_ctx block, or train "
-          "locally")
+    start="is the start, which {pays}: the fits of one distrib_ctx block share it")
 
 # %% ../../nbs/launch/504_report.ipynb #a1c00004
 # Rules of thumb, which choose the sentence
@@ -237,9 +237,10 @@ def values_of(report):
     where = f"{several(report.cores, 'core')}, {several(n, 'worker')}"
     loaders,most = rank0['loaders'],max(report.cores//n, 1)
     load = f"raise num_workers from {loaders} to {most} ({where}), or cache the decoded items"
-    if loaders >= most:
+    if loaders >= most or most == 1:
         load = ("cache the decoded items, or take cheaper transforms, since no core is free for "
                 f"more loader processes ({where})")
+        if loaders: load += ". For items that are quickly made take num_workers=0"
     callbacks = sum((Counter(r['callbacks']) for r in ranks), Counter())
     waited = _waited_for(ranks)
     kinds = 'data','forward','backward','optimizer','metrics','validation'
@@ -278,6 +279,14 @@ def banner_line(
 def format_rate(x):
     return f"{x:,.0f}" if x >= 10 else f"{x:.2g}"       # it may be less than one
 
+def trained(
+    result, # `Progress.result` of rank 0
+    counts_steps=False # True for `lr_find`, which is told in iterations
+):
+    "Return how much was trained, such as '2 epochs'"
+    if counts_steps or not result['epochs']: return several(result['steps'], 'iteration')
+    return several(result['epochs'], 'epoch')
+
 def summary_line(
     result, # `Progress.result` of rank 0
     counts_steps, # True for `lr_find`, which is told in iterations
@@ -285,10 +294,8 @@ def summary_line(
     starts=True # False: no workers were started
 ):
     "Return the line that says how long a fit took, and its items per second"
-    done = several(result['epochs'], 'epoch')
-    if counts_steps or not result['epochs']: done = several(result['steps'], 'iteration')
     start = f" (start {result['first_batch_at']-began:.1f} s)" if starts else ''
-    return (f"{done} in {time.time()-began:.1f} s{start}, "
+    return (f"{trained(result, counts_steps)} in {time.time()-began:.1f} s{start}, "
             f"{format_rate(result['items']/result['seconds'])} items/s")
 
 # %% ../../nbs/launch/504_report.ipynb #d7d35b37

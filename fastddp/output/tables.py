@@ -39,7 +39,7 @@ def _html_table(rows):
     longest = max((sum(secs for _,secs,_ in bar) for bar in bars), default=0.)
     cells = [[_html_cell(cell, longest) for cell in row] for row in rows]
     if bars:
-        ticks = [f'<span>{longest*i/4:.{longest < 10:d}f} s</span>' for i in range(5)]
+        ticks = [f'<span>{longest*i/4:.{longest < 40:d}f} s</span>' for i in range(5)]
         legend = {kind:colour for bar in bars for kind,_,colour in bar}
         colours = [f'<span style="color:{colour}">&#9632;</span> {kind} &nbsp; '
                    for kind,colour in legend.items()]

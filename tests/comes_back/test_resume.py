@@ -1,5 +1,5 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
-import contextlib, errno, gc, importlib, io, os, re, signal, threading, weakref
+import contextlib, errno, gc, importlib, io, os, re, signal, sys, threading, weakref
 import pytest
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
@@ -369,3 +369,35 @@ def test_interrupt_as_soon_as_it_is_heard_again(n, tmp_path, undisturbed, monkey
         with pytest.raises(KeyboardInterrupt): train(learn)
     with contextlib.suppress(CantDistribute): learn.distrib_resume()     # nothing, if all had come back
     assert left[0] < 0 and history(learn) == undisturbed
+
+
+def test_a_callback_defined_anew_without_the_method_that_failed():
+    "The class of the new cell has the methods that it has there"
+    def define(fails):
+        class Fails(Callback):
+            if fails:
+                def after_batch(self):
+                    if (self.epoch, self.iter) == (1, 0): raise RuntimeError('on purpose')
+        Fails.__module__, Fails.__qualname__ = '__main__', 'Fails'
+        sys.modules['__main__'].Fails = Fails
+        return Fails
+    learn = make_learner(cbs=define(True)())
+    with learn.no_bar(), learn.no_logging():
+        with pytest.raises(RankRaised) as e: learn.distrib_fit(2, nprocs=2)
+        assert 'learn.remove_cb(learn.fails)' in str(e.value)
+        new = define(False)
+        learn.remove_cb(learn.fails)
+        learn.add_cb(new())
+        learn.distrib_resume()
+    assert 'after_batch' not in vars(new) and len(learn.recorder.values) == 2
+
+
+def test_a_failed_callback_that_was_given_to_the_fit():
+    "The error says how the fit goes on with a mended one"
+    class Fails(Callback):
+        def after_batch(self):
+            if (self.epoch, self.iter) == (1, 0): raise RuntimeError('on purpose')
+    learn = make_learner()
+    with learn.no_bar(), learn.no_logging(), pytest.raises(RankRaised) as e:
+        learn.distrib_fit(2, nprocs=2, cbs=Fails())
+    assert 'learn.distrib_fit(..., cbs=Fails(), start_epoch=1)' in ' '.join(str(e.value).split())

@@ -199,7 +199,7 @@ class Stops(Callback):
 def test_a_fit_that_was_stopped_has_a_report(two):
     learn = make_learner(cbs=Stops())
     with pytest.raises(KeyboardInterrupt): learn.distrib_fit(2, nprocs=2, launcher=two)
-    assert learn.distrib_report.what == '2 epochs' and len(learn.distrib_report.ranks) == 2
+    assert learn.distrib_report.what == '1 epoch' and len(learn.distrib_report.ranks) == 2
 
 
 @pytest.mark.parametrize('on_gpu,causes', [(False, ['callbacks', 'data']), (True, ['data'])])
