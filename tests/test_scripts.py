@@ -128,7 +128,7 @@ def test_a_script_keeps_its_variables(launched):
 def test_each_rank_has_the_report(launched):
     "The numbers of all ranks, of a fit and of predictions; only the clock that frames them is a rank's own"
     a, b = [o['reports'] for o in launched[1]]
-    assert [o['what'] for o in a] == ['fit', 'inference'] and [o['ranks'] for o in a] == [o['ranks'] for o in b]
+    assert [o['what'] for o in a] == ['2 epochs', 'inference'] and [o['ranks'] for o in a] == [o['ranks'] for o in b]
     for report, kind in zip(a, ['forward', 'validation'], strict=True):
         assert len(report['ranks']) == 2
         for r in report['ranks']: assert r['seconds'][kind] > 0 and sum(r['seconds'].values()) <= report['seconds']

@@ -335,6 +335,9 @@ def distrib_check(self:Learner,
         res = _compare_without(reasons_for(self, on_gpu, Answer()),
                                partial(_compare, self, steps, tol, options))
         res.reasons = reasons_for(self, on_gpu, res)
+    if (kind := options.get('loss', 'auto')) != 'auto':
+        why = "workers combine losses so, whatever the loss function computes. Leave it out"
+        res.reasons[f'loss={kind!r}'] = Reason(why)
     res.verdict = _verdict(res)
     return res
 

@@ -75,6 +75,11 @@ def test_differences_have_their_reason(two, layer, why):
     assert str(res).count('each worker') == 1 and all(r.largest < 1e-12 for r in res)      # in float64
 
 
+def test_a_wrong_loss_option_is_named(two):
+    res = learner().distrib_check(nprocs=2, launcher=two, loss='sum')
+    assert not res.same and res.verdict.endswith("not removed here: loss='sum'."), res
+
+
 def test_what_is_removed_would_differ(two, monkeypatch):
     monkeypatch.setattr(check, '_no_dropout', lambda *_: None)
     res = learner(model=nn.Sequential(nn.Linear(4, 8), nn.Dropout(.5), nn.Linear(8, 3))).distrib_check(2, launcher=two)
