@@ -14,6 +14,7 @@ from ..output.replay import several
 from ..output.tables import Bar, Bold, Shown
 from ..base import group
 from ..base.device import accelerator_type, binds_to_numa, visible_cores
+from ..base.errors import wrapped
 
 # %% ../../nbs/launch/504_report.ipynb #ce320300
 # Who uses this: `launch.session` in the notebook; under torchrun `launch.training` and `in_place`
@@ -237,10 +238,10 @@ def values_of(report):
     where = f"{several(report.cores, 'core')}, {several(n, 'worker')}"
     loaders,most = rank0['loaders'],max(report.cores//n, 1)
     load = f"raise num_workers from {loaders} to {most} ({where}), or cache the decoded items"
-    if loaders >= most or most == 1:
+    if loaders >= most:
         load = ("cache the decoded items, or take cheaper transforms, since no core is free for "
                 f"more loader processes ({where})")
-        if loaders: load += ". For items that are quickly made take num_workers=0"
+        load += ". For items that are quickly made take num_workers=0"
     callbacks = sum((Counter(r['callbacks']) for r in ranks), Counter())
     waited = _waited_for(ranks)
     kinds = 'data','forward','backward','optimizer','metrics','validation'
@@ -304,10 +305,10 @@ _LEAST_PRINTED = 2.         # seconds
 _printed_causes = set()     # `Advice.cause` of each line that this process has printed
 
 def advice_line(report):
-    "Return the first advice of `report` as a line; None if it saves little or was printed before"
+    "Return the first advice of `report` as text; None if it saves little or was printed before"
     # the summary line has the time of the start
     found = [o for o in report.advice if o.cause not in _printed_causes and o.cause != 'start']
     least = max(_LEAST_SHARE_PRINTED*report.total, _LEAST_PRINTED)
     if not found or found[0].seconds < least: return None
     _printed_causes.add(found[0].cause)
-    return f"{found[0].text} learn.distrib_report has the details."
+    return '\n'.join(wrapped([f"{found[0].text} learn.distrib_report has the details."]))
