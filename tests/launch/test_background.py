@@ -634,7 +634,7 @@ sys.path[:0] = TESTS, TESTS + "/launch"
 from parity import seed
 from test_background import night
 if __name__ == '__main__':
-    rnd, learn, file = random.Random(int(sys.argv[1])), night('.'), Path('models/distrib.ckpt')
+    rnd, learn, file = random.Random(int(sys.argv[1])), night(os.getcwd()), Path('models/distrib.ckpt')
     seed(rnd.randrange(99))
     if file.exists(): job = learn.distrib_resume('distrib', wait=False)
     else:
