@@ -226,11 +226,10 @@ def plan(dl,   # A user's loader
     if getattr(dl, 'reads_whole', False):
         return Plan('whole', "its attribute `reads_whole` is True")
     if of_torch: return of_torch
-    if why := _why_whole(dl): return Plan('whole', why)
-    if not makes_batches(dl): return Plan()
-    if train and batch == 'global':
-        return Plan('whole', "its own `create_batch` makes whole batches")
-    return Plan('batches')
+    why = _why_whole(dl)
+    if not why and train and batch == 'global' and makes_batches(dl):
+        why = "its own `create_batch` makes whole batches"
+    return Plan('whole', why) if why else Plan()
 
 def _why_whole(dl # No torch loader
 ):
@@ -303,7 +302,6 @@ def _no_length(dl):
     way_out = "Give its dataset or sampler a `__len__`"
     if isinstance(dl, DataLoader): way_out += ", or set its `n` to the number of items"
     return f"it has no length, and `fit` asks for it. {way_out}."
-
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #f4e5fb87
 # 4. What the next epoch of a loader depends on, and how another loader gets it

@@ -20,7 +20,7 @@ from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload.handles import flush_writers
 from ..payload import patches
-from ..payload.pairs import texts_of, read_settings, take_settings
+from ..payload.pairs import read_settings, take_settings, texts_of
 from ..payload.pickling import Payload, dump, imports, load
 from ..process.workers import Heartbeat, Heartbeats
 

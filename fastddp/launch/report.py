@@ -240,8 +240,8 @@ def values_of(report):
     load = f"raise num_workers from {loaders} to {most} ({where}), or cache the decoded items"
     if loaders >= most:
         load = ("cache the decoded items, or take cheaper transforms, since no core is free for "
-                f"more loader processes ({where})")
-        load += ". For items that are quickly made take num_workers=0"
+                f"more loader processes ({where}). For items that are quickly made take "
+                "num_workers=0")
     callbacks = sum((Counter(r['callbacks']) for r in ranks), Counter())
     waited = _waited_for(ranks)
     kinds = 'data','forward','backward','optimizer','metrics','validation'

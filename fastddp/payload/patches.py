@@ -328,7 +328,7 @@ def _mark(v):
 
 def make_marks():
     "In a fork of the helper: return the marks of all attributes and settings, as bytes"
-    from fastddp.payload.pairs import texts_of, read_settings
+    from fastddp.payload.pairs import read_settings, texts_of
     attributes = {key: marshal.dumps({k:_mark(v) for k,v in vars(o.owner).copy().items()})
                   for p in _namespaces(_selectors()).values() for key,o in p.searched.items()}
     return marshal.dumps(dict(attributes=attributes, settings=texts_of(read_settings())))

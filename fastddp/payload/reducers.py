@@ -444,7 +444,6 @@ def _(e, pickler):
     made,args,*state = e.__reduce__()
     return (new_exception, (cls, args), *state) if made is cls else NotImplemented
 
-
 # %% ../../nbs/payload/090_reducers.ipynb #90b4bef9
 @reduces(weakref.ref)
 def _(ref, pickler):

@@ -396,6 +396,7 @@ class _Helper:
         self.libraries = libraries
         self.sock,theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         self.sock.settimeout(None)      # the user may have called `socket.setdefaulttimeout`
+        self.reading = threading.Lock()     # held while what it has sent is read
         # What it has sent, see `_send_marks`
         self.marks = None
         self.forks_lack_gpu = False     # True if CUDA was started in it
@@ -408,15 +409,16 @@ class _Helper:
         with theirs: self.popen = _start_python(call, [theirs.fileno()], out)
     def is_ready(self):
         "True once it can fork workers and has sent its marks, None before, False if it has ended"
-        if self.marks is not None: return True
-        # socket.recv_fds has a parameter for flags, but doesn't use it
-        if not connection.wait([self.sock], 0): return None
-        try: message,fds,*_ = socket.recv_fds(self.sock, 16, 1)
-        except OSError: return False
-        if not fds: return False
-        with open(fds[0], 'rb') as f: self.marks = marshal.load(f)
-        self.forks_lack_gpu = message != b'ready'
-        return True
+        with self.reading:      # of two threads, one would wait for a second message
+            if self.marks is not None: return True
+            # socket.recv_fds has a parameter for flags, but doesn't use it
+            if not connection.wait([self.sock], 0): return None
+            try: message,fds,*_ = socket.recv_fds(self.sock, 16, 1)
+            except OSError: return False
+            if not fds: return False
+            with open(fds[0], 'rb') as f: self.marks = marshal.load(f)
+            self.forks_lack_gpu = message != b'ready'
+            return True
 
 # %% ../../nbs/process/404_helper.ipynb #951ff8ba
 _helper = None              # this process's `_Helper`

@@ -376,8 +376,8 @@ class CantShard(CantDistribute):
 
 class Plan(NamedTuple):
     "How several ranks read a loader"
-    # 'divided': each rank reads its items of each global batch; 'batches': whole batches in turn;
-    # 'whole': every rank reads all of it, and takes its part; 'refused'
+    # 'divided': each rank reads its items of each global batch, or whole batches in turn; 'whole':
+    # every rank reads all of it, and takes its part; 'refused'
     how:str='divided'
     why:str=''  # of 'whole' and 'refused': the reason, as the end of a sentence about the loader
     def line(self, name, dl # The user's expression for the loader, and the loader
