@@ -90,11 +90,18 @@ def snapshot(learn,
     pickle_preloaders()
     obj = dict(learn=learn, callbacks=list(callbacks), metrics=list(metrics), **call)
     def send():
-        places = Places(root_of(obj), left_out).walk()
+        root = root_of(obj)
+        *_,own,of_torch = root
+        # a `LabelList` has two lists of items
+        lists = [vars(dl.dataset).get(k) for dl in of_torch if dl is not None for k in 'xy'
+                 if hasattr(dl.dataset, '__dict__')]
+        loaders = [o for o in (*own, *of_torch, *lists) if o is not None]
+        places = Places(root, left_out, loaders=loaders).walk()
         without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
         without_block = without_attrs(learn, *left_out(type(learn)))
         payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
-                                without_block, *without_bars, columns=columns)
+                                without_block, *without_bars, columns=columns,
+                                long_lists=places.long_lists())
         return payload, places
     return sent_with_less(learn, callbacks, send)
 

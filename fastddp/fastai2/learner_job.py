@@ -6,10 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a004
-import copy, zlib
+import copy
 from contextlib import ExitStack
-
-import torch
 
 from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
@@ -24,8 +22,10 @@ from ..launch.held_gpus import refuse_busy, reserve_gpus
 from ..launch.options import in_launched_group
 from ..launch.session import on_gpus, session_of
 from ..output.replay import print_line
+from ..payload.kinds import Held
+from ..payload.notes import digest
 from ..payload.pickling import Payload, replaced_in_dumps
-from ..payload.state import opt_tensors
+from ..payload.state import model_tensors, opt_and_wrapped, opt_tensors
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #5e29a007
 def _with_args(user_call, args, kwargs):
@@ -55,12 +55,13 @@ def _as_written(user_call):
     args = [*map(repr, user_call.args), *(f'{k}={v!r}' for k,v in user_call.kwargs.items())]
     return f"{user_call.name}({', '.join(o if len(o) < 40 else '...' for o in args)})"
 
-def _state_hash(learn):
-    "Return a hash of the weights and the optimizer's state, to tell whether they were changed."
-    res = 0
-    for t in (*learn.model.parameters(), *opt_tensors(learn.opt)):
-        res = zlib.crc32(t.detach().cpu().flatten().view(torch.uint8).numpy(), res)
-    return res
+def _state_of(learn):
+    """Return what differs once model or optimizer of a learner were exchanged, or weights, buffers,
+    rates or state were changed"""
+    opts,tensors = opt_and_wrapped(learn.opt),model_tensors(learn.model)
+    contents = [tensors, *(v for o in opts for k,v in vars(o).items() if k not in ('opt','step'))]
+    objects = [learn.model, *opts, *tensors.values()]
+    return Held(objects), [digest(v, with_grads=False) for v in contents]
 
 # %% ../../nbs/fastai2/729_learner_job.ipynb #c0729004
 class LearnerJob(BackgroundJob):
@@ -93,8 +94,8 @@ class LearnerJob(BackgroundJob):
         shared = [o for i,o in copies.items() if made.original.objects.get(i) is o]
         self.changes = Changes(made.learn, made.places, shared)     # from what the twin holds now
         self.until_end = ExitStack()
-        # `_state_hash` of the learner when the job began, or at the last `pull`
-        self.known_hash = _state_hash(learn)
+        # `_state_of` the learner when the job began, or at the last `pull`
+        self.known_state = _state_of(learn)
     def _prepare(self):
         """Open the `distrib_ctx` block of the twin and start its workers. If it raises, the base
         class calls `_end`, which closes what was opened."""
@@ -140,7 +141,7 @@ class LearnerJob(BackgroundJob):
         learn = self.original
         if not self.trains: return learn
         if not learn.opt: learn.create_opt()
-        if _state_hash(learn) != self.known_hash:
+        if _state_of(learn) != self.known_state:
             raise CantDistribute(f"{self.title()}: weights or optimizer of the learner were "
                                  "changed since it began, or since the last pull(), and are not "
                                  "overwritten. job.twin.learn is the copy that the job trains.")
@@ -165,7 +166,7 @@ class LearnerJob(BackgroundJob):
         with fit_call.session.applying, streams_apart():
             fit_call.apply(*state)
             self._put(CommonRNG.capture().state())
-        self.known_hash = _state_hash(self.original)
+        self.known_state = _state_of(self.original)
     def bring(self):
         "Put the state of the twin after the call into the learner; for `result`."
         # first: what is refused here can be called again

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextvars, warnings, weakref
+import contextvars, uuid, warnings, weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -18,6 +18,7 @@ import numpy as np, torch
 
 from ..base.errors import CantDistribute
 from ..base.scoped import with_context
+from ..output.replay import print_line
 from .events import OurCallback
 from .snapshot import SavedGraph, left_out, named_parts
 from ..payload.changes import overwrite, read_bytes
@@ -104,6 +105,7 @@ class UserCall:
         options # The options of its `distrib_ctx` that aren't the defaults
     ):
         store_attr()
+        self.run_id = uuid.uuid4().hex      # in each checkpoint of it, also of a resumed call
         self.point = ResumePoint()
         self.n_begun = 0        # fits that began since the call was made, or made again
     def run(self, learn):
@@ -209,6 +211,7 @@ def checkpoint_path(learn, file='distrib'):
 # are the pickle and the buffers of each payload
 def write_checkpoint(path,
     structure, # `structure_of` the learner
+    run_id, # Of the `UserCall`
     payloads, # Pairs of a pickle and buffers
     weights={} # Name -> tensor, whose memory is one of the buffers; for `load_weights`
 ):
@@ -218,7 +221,7 @@ def write_checkpoint(path,
     names = {np.frombuffer(b, np.uint8).ctypes.data:name for name,b in pieces if len(b)}
     places = {k:_place(t, names) for k,t in weights.items()}
     n_pieces = [1+len(buffers) for _,buffers in payloads]
-    write_pieces(path, structure | dict(n_pieces=n_pieces, tensors=places), pieces)
+    write_pieces(path, structure | dict(n_pieces=n_pieces, tensors=places, run=run_id), pieces)
 
 def _place(t, names):
     "Return where a tensor lies in a file; None if its memory isn't a piece."
@@ -230,7 +233,9 @@ def _place(t, names):
 def _read_whole(path, read):
     "As `first_whole`, which raises `CantDistribute` if there is no whole file."
     found,reasons = first_whole(path, read)
-    if found is not None: return found
+    if found is not None:
+        for o in reasons: print_line(f"{o}. The checkpoint of the epoch before it is used.")
+        return found
     if not reasons: raise CantDistribute(f"No checkpoint in {path}.")
     raise CantDistribute(f"The checkpoint can't be read. {'; '.join(reasons)}.")
 
@@ -294,6 +299,7 @@ def checkpoint_writer():
             # with the state at the beginning of the fit, in which the learner still is here
             state = SavedGraph.of(learn, fit_call.cbs, epoch_end, fit_call.places)
             write_checkpoint(checkpoint_path(learn), structure_of(learn),
+                             fit_call.user_call.run_id,
                              [dump_call(fit_call), *state], weights_in(fit_call, epoch_end))
         except Exception as e:
             warnings.warn(f"fastddp: the checkpoint can't be written: {type(e).__name__}: {e}")
@@ -324,7 +330,7 @@ def dump_call(fit_call # The `FitCall` at the end of one of its epochs
     has_machines = launcher and not launcher.workers_are_local
     saved = dict(call=(user_call.name,user_call.args,user_call.kwargs,options),
                  launcher_class=type(launcher).__name__ if has_machines else None,
-                 n_complete=user_call.n_begun-1)
+                 n_complete=user_call.n_begun-1, run_id=user_call.run_id)
     return dump(saved, {id(o):k for k,o in named_parts(fit_call.learn).items()})
 
 def call_from_file(learn, file,
@@ -335,6 +341,7 @@ def call_from_file(learn, file,
     dumped_call,*state = read_checkpoint(checkpoint_path(learn, file), learn)
     saved = load(*dumped_call, known=named_parts(learn))
     user_call = UserCall(*saved['call'])
+    user_call.run_id = saved['run_id']
     launcher_class = saved['launcher_class']
     if launcher is not None: user_call.options['launcher'] = launcher
     # a block, if there is one, has its own launcher

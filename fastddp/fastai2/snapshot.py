@@ -28,14 +28,15 @@ from ..launch.callback_code import sent_with_less, without_remade
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
-from ..payload.changes import apply as apply_changes, dump_changes, read_bytes
+from ..payload.changes import apply as apply_changes, dump_changes, whole_storages
 from ..payload.kinds import attributes, per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import Payload, deep_copy, dump, load
 from ..payload.places import Places
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
-from ..payload.state import hooks_of, model_tensors, move_opt_state, opt_and_wrapped
+from ..payload.state import (
+    hooks_of, model_tensors, move_opt_state, opt_and_wrapped, opt_tensors)
 from ..shard.loss import loss_module
 from ..shard.sharded import Sharded, is_sharded, original, write_back
 
@@ -57,7 +58,7 @@ def left_out(cls):
     names = {k for c,words in _STAYS.items() if issubclass(cls, c) for k in words.split()}
     # methods that a block or a fit overrides in the learner
     if issubclass(cls, Learner): names |= {k for k in dir(cls) if callable(getattr(cls, k, None))}
-    return frozenset(names)
+    return frozenset(names-{'__class__'})
 
 @per_class
 def _left_out_of_loss(cls):
@@ -112,6 +113,10 @@ def root_of(learn, cbs, dl=None):
     the workers aren't"""
     dls,logger = (vars(learn).get(k) for k in ('dls','logger'))
     return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else [], logger]
+
+def loaders_of(root):
+    "Return the loaders of a `root_of`"
+    return [dl for dl in (root[2], *root[3]) if dl is not None]
 
 def _model_for_factory(learn, training):
     "Return weights and optimizer of a learner, for `_new_model`"
@@ -188,13 +193,15 @@ def snapshot(
     made = _model_for_factory(learn, training) if model_factory else None
     def send():
         with without_attrs(learn, 'dls', 'dl') if dls_factory else ExitStack():
-            places = Places(root_of(learn, cbs, dl), left_out).walk()
+            root = root_of(learn, cbs, dl)
+            places = Places(root, left_out, loaders=loaders_of(root)).walk()
         obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
                    made=made, edges=places.table())
         # with a factory, the paths would lead to objects that aren't sent
         named = {} if model_factory or dls_factory else _named_parts(learn, cbs)
         made_there = _without_made(learn, model_factory, dls_factory, training)
-        try: return dump_snapshot(obj, named, made_there, with_grads=training, **kwargs), places
+        try: return dump_snapshot(obj, named, made_there, with_grads=training,
+                                  long_lists=places.long_lists(), **kwargs), places
         except NotPicklable as e:
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
             raise
@@ -274,7 +281,8 @@ class Changes:
         self.learn = learn
         self.cbs_at_start = [*learn.cbs]
         self.temporary = ()         # callbacks that the learner has for the time of the fit
-        self.notes = Notes(places, left_out, self._of_user, shared=shared)
+        self.notes = Notes(places, left_out, self._of_user, shared=shared,
+                           always=opt_tensors(learn.opt))
     def _of_user(self, v, holder):
         "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
         if isinstance(v, Sharded): return original(v)
@@ -336,14 +344,14 @@ def twin(
     root[1],root[3] = call,[*learn.dls.loaders]
     try:
         with _without_last_loop(learn, None):
-            here = Places(root, left_out).walk()
+            here = Places(root, left_out, loaders=loaders_of(root)).walk()
             copied = deep_copy(root, _datasets(learn), device)
     except Exception:
         snapshot(learn, (), call)       # raises an error that names what can't be copied
         raise
     place(copied[0], device)
     copied[3] = [*copied[0].dls.loaders]
-    return Twin(*copied[:2], here, Places(copied).find(here.edges))
+    return Twin(*copied[:2], here, Places(copied).find((here.edges, here.closed)))
 
 def copy_of(learn):
     """Return a copy of `learn` on its device, without callbacks that write, log or show progress.
@@ -399,12 +407,14 @@ class SavedGraph(NamedTuple):
         copy them, or write them to a file"""
         with _without_last_loop(learn, None):
             root = root_of(learn, cbs)
-            if places is None: places = Places(root, left_out).walk()
+            if places is None: places = Places(root, left_out, loaders=loaders_of(root)).walk()
             numbers = places.numbers
             data = {id(o):numbers[id(o)] for o in _datasets(learn) if id(o) in numbers}
             settings = Settings()
-            obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state())
-            blank = _storages_of(changes, places) if changes is not None else ()
+            # storages that `changes` have whole: the graph needs no bytes of these
+            blank = whole_storages(*changes, places.objects) if changes is not None else {}
+            obj = dict(root=root, settings=settings, rng=CommonRNG.capture().state(),
+                       blank=[*blank.values()])
             try: payload = dump(obj, data, blank=blank)
             except Exception:
                 settings.checks = True      # of own modules, each variable by itself
@@ -429,6 +439,10 @@ class SavedGraph(NamedTuple):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]
             rng = obj['rng']
             if self.changes is not None:
+                came = whole_storages(*self.changes, theirs.objects).values()
+                if not {*obj['blank']} <= {*came}:
+                    raise CantDistribute("This checkpoint can't be resumed: the memory of some "
+                                         "tensors isn't in it. distrib_load() reads its weights.")
                 rng = apply_changes(*self.changes, theirs, device).extra['rng']
                 theirs.find(edges)
             # what one of them lacks, such as the state of an optimizer that hasn't trained, is
@@ -442,15 +456,6 @@ class SavedGraph(NamedTuple):
             warn_of_lost(own, ROOT, applied)
             move_opt_state(learn.opt)
             CommonRNG(rng).install()
-
-def _storages_of(changes, places):
-    "Return the addresses of the storages whose bytes are all in some changes"
-    res = set()
-    for b in read_bytes(changes[0]):
-        for i,*_ in b.tensors:
-            s = places.objects[i].untyped_storage()
-            if s.nbytes() == memoryview(changes[1][b.buffer]).nbytes: res.add(s._cdata)
-    return res
 
 def _is_alike(i, a, b):
     "True if both graphs have the object number `i` of the first one, of the same class"

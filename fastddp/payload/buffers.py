@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/104_buffers.ipynb #c1097e24
-import math, mmap, os, tempfile, warnings, weakref
+import bisect, ctypes, functools, math, mmap, os, tempfile, warnings, weakref
 from contextlib import suppress
 from typing import NamedTuple
 
@@ -84,6 +84,74 @@ def original_of(address, n):
         # of a mapping that is gone, other memory may have the addresses
         if mapping() is None: continue
         if start <= address and address+n <= start+size: return original+address-start
+
+_IN_MEMORY,_OF_FILE = np.uint64(3<<62),np.uint64(1<<61)     # of /proc/self/pagemap, since Linux 3.5
+
+def _written_runs(address, n):
+    """Return `(first, end)` of the runs of pages of a private mapping that were written: such a page
+    is no page of the file any more. Raises OSError or ValueError where the system doesn't tell"""
+    size = mmap.PAGESIZE
+    first,end = address//size,(address+n-1)//size+1
+    with open('/proc/self/pagemap', 'rb', buffering=0) as f:
+        pages = np.frombuffer(os.pread(f.fileno(), 8*(end-first), 8*first), np.uint64)
+    if len(pages) < end-first: raise ValueError("not all of the pages")
+    found = np.flatnonzero((pages & _IN_MEMORY != 0) & (pages & _OF_FILE == 0))+first
+    runs = np.split(found, np.flatnonzero(np.diff(found) > 1)+1) if len(found) else ()
+    return [(int(o[0])*size, (int(o[-1])+1)*size) for o in runs]
+
+@functools.cache
+def _tells_written():
+    "Return True if this system tells which pages were written: tried, since sandboxes may not"
+    size = mmap.PAGESIZE
+    with tempfile.TemporaryFile() as f:
+        f.write(bytes(2*size))
+        f.flush()
+        mapping = mmap.mmap(f.fileno(), 2*size, flags=mmap.MAP_PRIVATE,
+                            prot=mmap.PROT_READ|mmap.PROT_WRITE)
+    mapping[size] = mapping[0]+1
+    address = _address(mapping)
+    try: return _written_runs(address, 2*size) == [(address+size, address+2*size)]
+    except (OSError,ValueError): return False
+
+def differs(address, original, n):
+    "Return True if `n` bytes at two addresses differ"
+    compare = ctypes.CDLL(None).memcmp
+    return bool(compare(ctypes.c_void_p(address), ctypes.c_void_p(original), ctypes.c_size_t(n)))
+
+_MIN_PAGES = 2**20      # bytes; less is faster compared than asked for
+
+def is_written(address, n,
+    original # The address of what `original_of` returned
+):
+    "Return True if `n` bytes of a private mapping differ from those of its file"
+    asks = n >= _MIN_PAGES and _tells_written()
+    runs = _written_runs(address, n) if asks else [(address, address+n)]
+    parts = [(max(a, address), min(b, address+n)) for a,b in runs]
+    return any(differs(a, original+a-address, b-a) for a,b in parts)
+
+def written_elsewhere(
+    known # `(address, bytes)` of memory that is compared by itself
+):
+    """Return `(address, end)` of what this process has changed in the memory of the payload that was
+    read last, outside of what is `known`. So thousands of items aren't asked one by one"""
+    spans = sorted((a, a+n) for a,n in known)
+    res = []
+    for mapping,start,size,original,_ in _originals[-1:]:
+        if mapping() is None: continue
+        runs = _written_runs(start, size) if _tells_written() else [(start, start+size)]
+        for first,end in runs:
+            parts = _without(spans, max(first, start), min(end, start+size))
+            res += [(a, b) for a,b in parts if differs(a, original+a-start, b-a)]
+    return res
+
+def _without(spans, first, end):
+    "Yield the parts of `first` to `end` outside of sorted spans"
+    i = bisect.bisect(spans, (first,))-1
+    for a,b in spans[max(i, 0):]:
+        if a >= end: break
+        if a > first: yield first,a
+        first = max(first, b)
+    if first < end: yield first,end
 
 # %% ../../nbs/payload/104_buffers.ipynb #d89be31c
 _POPULATE_WRITE = 23    # of madvise(2), since Linux 5.14

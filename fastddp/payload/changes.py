@@ -13,8 +13,8 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..base.device import is_accelerator
-from .kinds import DICT, SEQUENCE, Kind, has_storage, is_value, kind, named
-from .notes import SENT, Failed, Inside, NumberPickler, gradients
+from .kinds import DICT, SEQUENCE, Kind, has_storage, is_value, kind, named, place_of
+from .notes import Failed, NumberPickler, bytes_of, gradients
 from .pickling import (
     CellLoader, Payload, Reads, Unpickler, memory_of, no_collection, without_frames)
 from .reducers import ZEROS, number_hooks_from, set_gradient_and_hooks
@@ -22,6 +22,7 @@ from .reducers import ZEROS, number_hooks_from, set_gradient_and_hooks
 # %% ../../nbs/payload/113_changes.ipynb #2931c813
 _MAX_PARTS = 1000       # items of a list that are pieces of their own
 GRADS = 'grads'         # in the place of an object's number
+_SENT = object()        # in the place of a gradient that was sent: it is sent again
 
 class Piece(NamedTuple):
     "One of the pickles of a `Message`, one after the other with one memo"
@@ -52,7 +53,7 @@ class _Sender:
         self.pickler = NumberPickler(self.stream, lambda b: self.buffers.append(memory_of(b)))
         of_storages = notes.storages
         self.pickler.known = notes.numbers
-        self.pickler.storages = {k:next(iter(of_storages.tensors[k])) for k in of_storages.tokens}
+        self.pickler.storages = {k:next(iter(of_storages.tensors[k])) for k in of_storages.storages}
     def send(self, i, what, name=None, is_new=False):
         "Add a piece; return False if it can't be pickled"
         at,n_buffers,data = self.stream.tell(),len(self.buffers),[what]
@@ -83,8 +84,9 @@ class _Sender:
     def send_bytes(self, k, skip):
         "Send the bytes of a storage"
         of_all = self.notes.storages
-        of_all.tokens[k],storage = SENT,of_all.storages[k]
-        where = [(i, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype)
+        of_all.marks.pop(k, None)      # from now on, it is sent each time
+        storage = of_all.storages[k]
+        where = [(i, *place_of(t))
                  for i,t in of_all.tensors[k].items() if i not in skip and has_storage(t)
                  and t.untyped_storage()._cdata == k]
         if where: self.bytes.append((storage.cpu(), where))
@@ -94,19 +96,16 @@ class _Sender:
         before = self.notes.grads
         changed = {i:now.get(i) for i in {*now, *before}
                    if isinstance(now.get(i), torch.Tensor) or now.get(i) is not before.get(i)}
-        self.notes.grads = before | dict.fromkeys(changed, SENT)
+        self.notes.grads = before | dict.fromkeys(changed, _SENT)
         if changed: self.send(GRADS, changed)
     def payload(self, extra):
         n,lost = len(self.buffers),self.notes.lost
-        buffers = self.buffers+[memory_of(pickle.PickleBuffer(_as_bytes(s))) for s,_ in self.bytes]
+        buffers = self.buffers+[memory_of(pickle.PickleBuffer(bytes_of(s).numpy())) for s,_ in self.bytes]
         places = [Bytes(n+i, where) for i,(_,where) in enumerate(self.bytes)]
         extra = extra(lost) if callable(extra) else extra
         message = Message(self.pieces, self.stream.getvalue(), places, RemovableHandle.next_id,
                           extra, lost)
         return Payload(pickle.dumps(message), buffers)
-
-def _as_bytes(storage):
-    return torch.empty(0, dtype=torch.uint8).set_(storage).numpy()
 
 def dump_changes(
     notes, # `Notes`. They note what is sent: it is sent again by the next call
@@ -227,28 +226,44 @@ def _write(o, k, new, gone, items):
             if name in own and (was is None or own[name] is was)]
     # without what couldn't be loaded
     if type(items) is list and k is not DICT: items = [v for v in items if v is not _LOST]
-    new = {name:_with_contents(own.get(name), v.part) if type(v) is Inside else v
-           for name,v in new.items() if v is not _LOST}
+    new = {name:v for name,v in new.items() if v is not _LOST}
     return k.write(o, new, gone, items)
-
-def _with_contents(own, new):
-    "Return `own` with the contents of `new`, or `new` if that isn't possible"
-    k = kind(own)
-    if type(own) is not type(new) or not isinstance(k, Kind): return new
-    attrs = k.attrs(new)
-    failed = k.write(own, attrs, [name for name in k.attrs(own) if name not in attrs], k.items(new))
-    return new if failed else own
 
 def _write_bytes(buffer, tensors, own):
     "Copy the bytes of a storage into the tensors that show them; yield a `Failed` for each"
     if not len(memoryview(buffer).cast('B')): return
-    data = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
+    data = torch.frombuffer(buffer, dtype=torch.uint8)
+    if whole := _storage_of(data.nbytes, tensors, own):
+        with torch.no_grad(): bytes_of(whole).copy_(data)
+        return
+    data = data.untyped_storage()
     for i,*place,dtype in tensors:
         if i not in own: continue
         try:
             new = torch.empty(0, dtype=dtype).set_(data, *place)
             with torch.no_grad(): overwrite(own[i], new)
         except Exception as e: yield Failed.of(i, None, e)
+
+def _storage_of(nbytes, tensors, own):
+    "Return the storage here on which all these tensors lie as they do there; None if there is none"
+    found = {}
+    for i,*place in tensors:
+        t = own.get(i)
+        if t is None or not has_storage(t) or place_of(t) != tuple(place): return None
+        found[t.untyped_storage()._cdata] = t.untyped_storage()
+    s = found.popitem()[1] if len(found) == 1 else None
+    return s if s is not None and s.nbytes() == nbytes else None
+
+def whole_storages(
+    meta, buffers, # Of a payload of `dump_changes`
+    objects # Number -> this process's object
+):
+    "Return `{address in C: number of a tensor}` of storages to which `apply` writes all bytes"
+    res = {}
+    for b in read_bytes(meta):
+        s = _storage_of(memoryview(buffers[b.buffer]).nbytes, b.tensors, objects)
+        if s is not None: res[s._cdata] = b.tensors[0][0]
+    return res
 
 def overwrite(own, new):
     "Copy `new` into a tensor, which keeps its device; it gets new memory if the shapes differ"

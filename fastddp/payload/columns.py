@@ -160,6 +160,15 @@ def is_long(sequence):
     least = _MIN_ITEMS.get(type(first), _MIN_OTHERS)
     return isinstance(part, Tensor) or len(sequence) >= least
 
+def holds_any(sequence, ids):
+    "True if a tensor of a long list has one of these ids, the keys of a dict"
+    first = sequence[0] if sequence else None
+    is_tuple = type(first) is tuple
+    if not ids or not any(isinstance(o, Tensor) for o in (first if is_tuple else (first,))):
+        return False
+    parts = chain.from_iterable(o for o in sequence if type(o) is tuple) if is_tuple else sequence
+    return not ids.keys().isdisjoint(map(id, parts))
+
 _TEXTS = {str, pathlib.PosixPath}
 _NUMBERS = {bool, int, float}
 

@@ -7,14 +7,15 @@ __all__ = []
 
 # %% ../../nbs/payload/106_kinds.ipynb #50ea6661
 import array, collections, copyreg, ctypes, datetime, decimal, enum, fractions, functools
-import operator, pathlib, re, sys, types, uuid, weakref, zlib
+import hashlib, operator, pathlib, re, sys, types, uuid, weakref
 from collections import OrderedDict, defaultdict, deque
+from itertools import chain
 
 import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
-from .buffers import original_of
-from .columns import LazyList, is_long
+from .buffers import differs, is_written, original_of
+from .columns import LazyList
 from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
 from .reducers import HOOKS, is_named_by_library
@@ -24,19 +25,29 @@ from ..base.rng import generator_state, set_generator
 
 # %% ../../nbs/payload/106_kinds.ipynb #5cb3634e
 # These have no members, and two equal ones may take each other's place
-PLAIN = {bool, int, float, complex, str, bytes, range, slice, type(None), type(...),
+PLAIN = {bool, int, float, complex, str, bytes, range, type(None), type(...),
          type(NotImplemented), torch.dtype, torch.device, torch.layout, torch.Size}
 _VALUES = (np.generic, fractions.Fraction, decimal.Decimal, datetime.date, datetime.time,
            datetime.timedelta, datetime.tzinfo, pathlib.PurePath, enum.Enum, uuid.UUID, re.Pattern)
 
-def is_value(v): return type(v) in PLAIN or isinstance(v, _VALUES)
+def is_value(v): return type(v) in PLAIN or isinstance(v, _VALUES) and _is_fixed(type(v))
+
+def are_values(items):
+    "True if all items are values, or tuples of values"
+    types = {*map(type, items)}
+    if tuple in types:
+        inner = chain.from_iterable(v for v in items if type(v) is tuple)
+        if not are_values([*inner]): return False
+    return all(cls in PLAIN or issubclass(cls, _VALUES) and _is_fixed(cls) for cls in types-{tuple})
 
 def is_equal(a, b):
     "Return True if two values can't be told apart: not 1 and True, nor 0. and -0."
     if type(a) is not type(b): return False
     if type(a) is tuple: return len(a) == len(b) and all(map(is_equal, a, b))
-    if not is_value(a): return a is b or type(a) is Data and a == b
+    if not is_value(a): return a is b or type(a) in (Data,Digest) and a == b
     return a is b or str(a) == str(b) if isinstance(a, (float,complex,np.generic)) else a == b
+
+class Digest(bytes): "Stands for an object's contents: the hash of its pickle or memory"
 
 def per_class(fn):
     "Have a function of a class keep what it returns, as long as the class lives"
@@ -46,6 +57,11 @@ def per_class(fn):
         if key not in kept: kept[key] = fn(cls),weakref.ref(cls, lambda _: kept.pop(key))
         return kept[key][0]
     return of
+
+@per_class
+def _is_fixed(cls):
+    "False for a class of values that can be given attributes, or written to as a record of numpy"
+    return issubclass(cls, enum.Enum) or not (cls.__dictoffset__ or issubclass(cls, np.void))
 
 # %% ../../nbs/payload/106_kinds.ipynb #a90139fd
 def attributes(o):
@@ -211,16 +227,15 @@ def _base_of_dict(o): return _builtin(o, OrderedDict, dict, *_WEAK_DICTS)
 
 class Sequence(Attributes):
     "A list, or an array of objects"
-    def attrs(self, o): return _own_attributes(o, (list,deque,set,bytearray,array.array,np.ndarray))
+    def attrs(self, o): return _own_attributes(o, (list,deque,set,np.ndarray))
     def items(self, o):
         if isinstance(o, np.ndarray): return o.reshape(-1).tolist()
-        return [*_builtin(o, list, deque, bytearray, array.array).__iter__(o)]
+        return [*_builtin(o, list, deque).__iter__(o)]
     def fill(self, o, items):
         if isinstance(o, np.ndarray):
             for i,v in enumerate(items): o.flat[i] = v
-        elif isinstance(o, array.array): o[:] = array.array(o.typecode, items)
         else:
-            base = _builtin(o, list, deque, bytearray)
+            base = _builtin(o, list, deque)
             base.clear(o)
             base.extend(o, items)
 
@@ -251,14 +266,17 @@ def has_storage(t):
     return (t.layout is torch.strided and t.device.type != 'meta' and not t.is_quantized
             and type(t).__torch_dispatch__ is torch.Tensor.__torch_dispatch__)
 
+def place_of(t):
+    "Return where the elements of a tensor lie on its storage"
+    return t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
+
 class Data:
     "The data of a tensor as a member: equal as long as it is the same place in the same storage"
     def __init__(self, t):
         self.data,self.where = t.detach(),None
         if not has_storage(t): return
         s = t.untyped_storage()
-        address = s._cdata if s.nbytes() else 0
-        self.where = address, t.storage_offset(), tuple(t.shape), t.stride(), t.dtype
+        self.where = s._cdata if s.nbytes() else 0, *place_of(t)
     def __eq__(self, o): return isinstance(o, Data) and self.where == o.where is not None
     def __reduce__(self): return _same, (self.data,)
 
@@ -269,54 +287,113 @@ class Tensor(Attributes):
         res = dict(data=Data(t)) | {k:getattr(t, k, None) or None for k in HOOKS}
         return res | (dict(requires_grad=t.requires_grad) if t.is_leaf else {}) | attributes(t)
     def put(self, t, name, v):
-        if name == 'data': t.data = getattr(v, 'data', v).to(t.device)
+        if name == 'data': _put_data(t, getattr(v, 'data', v).to(t.device))
         elif name == 'requires_grad': t.is_leaf and t.requires_grad_(v)
         elif name in HOOKS: setattr(t, name, v)
         else: super().put(t, name, v)
 
+def _put_data(t, new):
+    t.data = new
+    # torch leaves a compressed one as it is, without a word
+    if t.layout not in (torch.strided,torch.sparse_coo): t.detach().resize_as_sparse_(new).copy_(new)
+
 # %% ../../nbs/payload/106_kinds.ipynb #70d470fb
-_MAX_HASHED = 2**27     # bytes; of a larger piece of memory of its own some thousand are compared
+_AS_SENT = 'as sent'    # the mark of memory that has the notebook's contents
 
-_AS_LOADED = 0          # the token of memory that has the contents with which it was loaded
+def digest_of(data): return Digest(hashlib.blake2b(data, digest_size=16).digest())
 
-def memory_token(address, nbytes,
-    before=None # The token that was noted; None: note it
+def memory_mark(address, nbytes,
+    is_end=False # False: it is noted; memory that the notebook has sent isn't read then
 ):
-    "Return something that differs once the memory has other contents"
-    if not nbytes: return _AS_LOADED
-    original = original_of(address, nbytes) if before in (None,_AS_LOADED) else None
-    if original:
-        compare = ctypes.CDLL(None).memcmp
-        is_same = not compare(ctypes.c_void_p(address), ctypes.c_void_p(original), nbytes)
-        if is_same: return _AS_LOADED
-        if before is not None: return 'changed'     # a hash would take ten times as long
-    data = (ctypes.c_char*nbytes).from_address(address)
-    if nbytes <= _MAX_HASHED: return zlib.crc32(data)
-    return hash(np.frombuffer(data, np.uint8)[::nbytes//4096].tobytes())
+    "Return something that differs once the memory has other contents than the notebook's"
+    if not nbytes: return _AS_SENT
+    original = original_of(address, nbytes)
+    if not original: return digest_of((ctypes.c_char*nbytes).from_address(address))
+    if not is_end: return _AS_SENT
+    return 'changed' if is_written(address, nbytes, original) else _AS_SENT
 
 class Whole(Kind):
-    "Objects that are compared by a token; all that they hold is one item, which isn't `o` itself"
-    def token(self, o): "Return what differs once the object has changed; None: ask its pickle"
+    "Objects that are compared as a whole; all that they hold is one item, which isn't `o` itself"
+    def mark(self, o, is_end,
+        is_data=False # True: only a data set holds it
+    ):
+        "Return what differs once the object has changed; None: ask its pickle"
 
 class Array(Whole):
-    def token(self, o):
+    "An array of numbers; one of a subclass, such as a masked one, has attributes"
+    def mark(self, o, is_end, is_data=False):
+        if o.dtype.hasobject or _attributes_of_subclass(o, np.ndarray): return None
         whole = o if o.flags.c_contiguous or o.flags.f_contiguous else np.ascontiguousarray(o)
-        return o.shape, memory_token(whole.__array_interface__['data'][0], whole.nbytes)
-    def items(self, o): return np.array(o)
+        where = whole.__array_interface__['data'][0]
+        return o.shape, o.dtype, memory_mark(where, whole.nbytes, is_end)
+    def items(self, o):
+        return np.array(o.view(np.ndarray)), _attributes_of_subclass(o, np.ndarray)
     def fill(self, o, new):
+        new,attrs = new
         if o.shape != new.shape: o.resize(new.shape, refcheck=False)
-        o[...] = new
+        o.view(np.ndarray)[...] = new
+        if attrs: vars(o).update(attrs)
+
+class Bytes(Whole):
+    "A bytearray, or an array of Python's own"
+    def mark(self, o, is_end, is_data=False):
+        return None if _attributes_of_subclass(o, *_BYTES) else (len(o), digest_of(o))
+    def items(self, o): return o[:], _attributes_of_subclass(o, *_BYTES)
+    def fill(self, o, new):
+        o[:],attrs = new
+        if attrs: vars(o).update(attrs)
+
+_BYTES = bytearray, array.array
+
+def _attributes_of_subclass(o, *plain): return None if type(o) in plain else attributes(o)
+
+class Held(list):
+    "Objects; equal to a list of the very same ones"
+    def __eq__(self, o): return len(self) == len(o) and all(map(operator.is_, self, o))
+
+class Pointers:
+    "An array of objects that can't change themselves; equal to one of the very same objects"
+    def __init__(self, a): self.array = a.copy('K')
+    def __eq__(self, o):
+        a,b = self.array,o.array
+        if a.shape != b.shape or a.strides != b.strides: return False
+        return not differs(*(o.__array_interface__['data'][0] for o in (a, b)), a.nbytes)
 
 class Table(Whole):
     "A DataFrame or Series of pandas"
-    def token(self, o):
-        arrays = [getattr(a, '_ndarray', a) for a in o._mgr.arrays]
-        return Identities([*o.axes, *arrays]), [*map(self._of_array, arrays)]
-    def _of_array(self, a):
-        if not isinstance(a, np.ndarray): return None
-        return Identities(a.ravel('K')) if a.dtype == object else ARRAY.token(a)
+    def mark(self, o, is_end, is_data=False):
+        if type(o).__module__.partition('.')[0] != 'pandas' or o.attrs: return None
+        axes = o.axes
+        marks = [self._of_array(a, is_end, is_data) for a in o._mgr.arrays]
+        if None in marks: return None
+        names = [axis.names for axis in axes]
+        return Held(axes), names, vars(o).get('_name'), marks
+    def _of_array(self, a, is_end, is_data):
+        "Return the mark of an array of numpy or pandas; None: ask its pickle"
+        if isinstance(a, np.ndarray):
+            if a.dtype != object: return ARRAY.mark(a, is_end)
+            return Pointers(a) if is_data or are_values(a.ravel('K').tolist()) else None
+        parts = [vars(a)[k] for k in _PARTS if k in getattr(a, '__dict__', ())]
+        if not parts: return None
+        marks = [self._of_array(v, is_end, is_data) for v in parts]
+        return None if None in marks else (Held([a.dtype]), *marks)
     def items(self, o): return o.__getstate__()
     def fill(self, o, new): o.__setstate__(new)
+
+_PARTS = '_ndarray','_data','_mask'     # of arrays of pandas: numbers, texts, dates, categories
+
+def arrays_of(o):
+    "Return the arrays of numpy of which an array or table consists"
+    if isinstance(o, np.ndarray): return [o]
+    of_table = getattr(o, '_mgr', None)
+    parts = of_table.arrays if of_table is not None else [
+        vars(o)[k] for k in _PARTS if k in getattr(o, '__dict__', ())]
+    return [a for v in parts for a in arrays_of(v)]
+
+class Index(Kind):
+    "An index of pandas: only its names change"
+    def attrs(self, o): return dict(names=tuple(o.names))
+    def put(self, o, name, v): o.names = v
 
 class State(Whole):
     "A generator, a text in memory: it has a state in C, and a way to set it"
@@ -330,20 +407,9 @@ _GENERATORS = torch.Generator,np.random.Generator
 
 class Lazy(Whole):
     "A list that makes its items from columns: changed once it keeps a list instead"
-    def token(self, o): return type(o.source) is list
+    def mark(self, o, is_end, is_data=False): return (type(o.source) is list,)
     def items(self, o): return list(o)
     def fill(self, o, new): o[:] = new
-
-class Long(Lazy):
-    "A long list of data: the objects in it have no numbers, only their identity is compared"
-    def token(self, o): return Identities(o)
-
-class Identities(list):
-    "Some objects; equals others that are the very same ones"
-    def __eq__(self, o):
-        if not isinstance(o, Identities) or len(self) != len(o): return False
-        return all(map(operator.is_, self, o))
-    def __ne__(self, o): return not self == o
 
 # %% ../../nbs/payload/106_kinds.ipynb #d9b5ebc0
 def _reduced(o):
@@ -354,8 +420,8 @@ def _reduced(o):
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE,SCRIPT = Class(),Module(),Script()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
-TENSOR,ARRAY,TABLE = Tensor(),Array(),Table()
-STATE,LAZY,LONG = State(),Lazy(),Long()
+TENSOR,ARRAY,BYTES,TABLE = Tensor(),Array(),Bytes(),Table()
+STATE,LAZY,INDEX = State(),Lazy(),Index()
 CONSTANT = 'constant'   # can't change itself, but refers to others that can
 OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
 
@@ -367,7 +433,7 @@ _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.Coroutin
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
            Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, (dict,*_WEAK_DICTS)),
-             (SET, (set,weakref.WeakSet)), (SEQUENCE, (list,deque,bytearray,array.array)),
+             (SET, (set,weakref.WeakSet)), (SEQUENCE, (list,deque)), (BYTES, _BYTES),
              (SCRIPT, torch.jit.ScriptModule), (STATE, _GENERATORS))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
@@ -378,7 +444,6 @@ def kind(o):
     if cls is types.FunctionType: return FUNCTION if _is_read(o) else None
     if cls is types.ModuleType: return MODULE if is_own_module(o) else None
     if issubclass(cls, type): return CLASS if is_own(o) else None
-    if cls in (list,tuple) and is_long(o): return LONG if cls is list else None
     found = _kind_of(cls)
     if found is OPAQUE: return STATE if _is_settable(o) else OPAQUE if not _is_by_name(o) else None
     if found is ARRAY and o.dtype == object: return SEQUENCE
@@ -389,7 +454,7 @@ def _is_read(f): return is_own(f) or bool(f.__closure__) and not is_named_by_lib
 
 @per_class
 def _kind_of(cls):
-    if issubclass(cls, _VALUES) or issubclass(cls, _LEAVES) or is_handle(cls): return None
+    if issubclass(cls, _VALUES) and _is_fixed(cls) or issubclass(cls, _LEAVES) or is_handle(cls): return None
     if issubclass(cls, LazyList): return LAZY
     if issubclass(cls, _CONSTANTS):
         has_attributes = issubclass(cls, (tuple,frozenset)) and cls.__dictoffset__
@@ -399,7 +464,7 @@ def _kind_of(cls):
         if issubclass(cls, classes): return res
     pandas = sys.modules.get('pandas')
     if pandas and issubclass(cls, (pandas.DataFrame,pandas.Series)): return TABLE
-    if pandas and issubclass(cls, pandas.Index): return None    # it doesn't change
+    if pandas and issubclass(cls, pandas.Index): return INDEX
     if any(_has_state_in_c(c) for c in cls.__mro__ if c is not object): return OPAQUE
     of_python = [c for c in cls.__mro__ if made_in_python(c)]
     has_slots = any(vars(c).get('__slots__') for c in of_python)
@@ -414,7 +479,8 @@ def _reduces_itself(cls):
 
 def _is_settable(o):
     "True for an object of C that pickles a state, and has a method that sets it"
-    if not hasattr(o, '__setstate__') or type(o).__module__ == 'itertools': return False
+    if not hasattr(o, '__setstate__') or isinstance(o, BaseException): return False
+    if type(o).__module__ == 'itertools': return False
     made = _reduced(o)
     return type(made) is tuple and len(made) > 2 and made[2] is not None
 

@@ -6,37 +6,27 @@
 __all__ = []
 
 # %% ../../nbs/payload/108_notes.ipynb #d8cf3749
-import io, operator, types
+import hashlib, operator
 from collections import defaultdict
 from contextlib import contextmanager
-from itertools import chain
 from typing import NamedTuple
 
-import torch
+import numpy as np, torch
 from torch import nn
 
-from fastddp.payload.kinds import (
-    CLASS, CONSTANT, DICT, OPAQUE, TENSOR, Data, Whole, has_storage, is_equal, is_value, kind,
-    memory_token, named)
+from .kinds import (
+    CLASS, CONSTANT, DICT, OPAQUE, TENSOR, Data, Digest, Whole, are_values, arrays_of, has_storage,
+    is_equal, is_value, kind, memory_mark, named)
+from .buffers import original_of, written_elsewhere
 from .pickling import RankPickler, memory_of, sent_classes
 from .places import Places
-from .reducers import ZEROS
+from .reducers import ZEROS, changed_copies, on_gpu
 
 # %% ../../nbs/payload/108_notes.ipynb #fc59c30c
 class _Note(NamedTuple):
-    "What one object holds: a token if it is compared as a whole, else its members"
-    token:object=None
-    attrs:dict={}       # Name -> value
-    items:object=None   # As of `Kind.items`
-    parts:dict={}       # id -> digest, of members that have no number
-    def has_same(self, attrs, items):
-        "True if these are the very same objects"
-        return _are_same(self.attrs, attrs) and _are_same(self.items, items)
-
-def _are_same(a, b):
-    if type(a) is not type(b): return False
-    if type(a) is dict: return [*a] == [*b] and all(map(operator.is_, a.values(), b.values()))
-    return a is b or len(a) == len(b) and all(map(operator.is_, a, b))
+    "What one object holds"
+    attrs:dict={}       # Name -> mark of the member, see `Notes.mark`
+    items:object=None   # A list or dict of marks as of `Kind.items`; the mark of a `Whole`
 
 class Failed(NamedTuple):
     "A change that couldn't be made"
@@ -47,12 +37,11 @@ class Failed(NamedTuple):
     def of(cls, number, name, e): return cls(number, name, f'{type(e).__name__}: {e}')
 
 # %% ../../nbs/payload/108_notes.ipynb #3e348768
-SENT = object()     # in a note: what was sent once is sent again, also if it is as at the start
-
 class Storages:
-    "The storages on which numbered tensors lie, and a token of the bytes of each"
+    "The storages on which numbered tensors lie, and a mark of the bytes of each"
     def __init__(self, tensors, # Number -> tensor
-        is_empty # As of `Notes`
+        is_empty, # As of `Notes`
+        always=frozenset() # ids of tensors that are always sent
     ):
         self.tensors = defaultdict(dict)    # address of a storage in C -> {number: tensor}
         self.storages = {}                  # the same -> the storage
@@ -61,27 +50,23 @@ class Storages:
             if not s.nbytes(): continue
             self.tensors[s._cdata][i] = t
             self.storages[s._cdata] = s
-        self.tokens = {} if is_empty else self._now({})
-    def _now(self, before):
-        """Return a token for each storage whose token `before` isn't `SENT`. Those on a GPU have a
-        sum of their elements, all of which are asked for in one wait, and the versions of their
-        tensors"""
-        storages = {k:s for k,s in self.storages.items() if before.get(k) is not SENT}
-        sums = {k:_sum(s) for k,s in storages.items() if s.device.type != 'cpu'}
-        numbers = torch.stack([*sums.values()]).tolist() if sums else ()
-        on_gpu = {k:(n, *map(_version, self.tensors[k].values())) for k,n in zip(sums, numbers)}
-        return on_gpu | {k:memory_token(s.data_ptr(), s.nbytes(), before.get(k))
-                         for k,s in storages.items() if k not in sums}
+        # one without a mark is always sent
+        self.marks = {k:memory_mark(s.data_ptr(), s.nbytes()) for k,s in self.storages.items()
+                      if not (is_empty or self._is_always_sent(k, s, always))}
+    def _is_always_sent(self, k, s, always):
+        """True for what is on a GPU, and for what trains, unless it is mapped: of that memory the
+        system knows which pages were written"""
+        if s.device.type != 'cpu': return True
+        trains = any(t.requires_grad or id(t) in always for t in self.tensors[k].values())
+        return trains and not original_of(s.data_ptr(), s.nbytes())
     def changed(self):
-        "Return the addresses of those that have other bytes than were noted, or were sent"
-        now = self._now(self.tokens)
-        return [k for k in self.storages if k not in now or now[k] != self.tokens.get(k)]
+        "Return the addresses of those that are to be sent"
+        return [k for k,s in self.storages.items()
+                if self.marks.get(k) != memory_mark(s.data_ptr(), s.nbytes(), is_end=True)]
 
-def _version(t): return None if t.is_inference() else t._version
-
-def _sum(storage):
-    data = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
-    return data[:storage.nbytes()//4*4].view(torch.int32).sum(dtype=torch.int64)
+def bytes_of(storage):
+    "Return a storage as a tensor of bytes"
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 def gradients(tensors # Number -> tensor
 ):
@@ -101,10 +86,41 @@ class NumberPickler(RankPickler):
         if is_known: return 'storage',self.storages[o._cdata]
         return None if id(o) == self.skip else self.known.get(id(o))
 
-LEFT_OUT = object()
+class _Hasher:
+    "A file that keeps a hash of what is written"
+    def __init__(self): self.hash = hashlib.blake2b(digest_size=16)
+    def write(self, data): self.hash.update(data)
 
-# Bytes of a pickle. A part with a larger one is unchanged as long as it is the same object
-_MAX_DIGEST = 2**24
+class _Finder(NumberPickler):
+    "Finds out whether what it pickles has some of this memory"
+    def __init__(self, written, # `(address, end)`
+        storages # Addresses in C
+    ):
+        super().__init__(_Hasher(), self._look)
+        self.written,self.met,self.found = written,storages,False
+    def _look(self, buffer):
+        data = np.frombuffer(memory_of(buffer), np.uint8)
+        first = data.__array_interface__['data'][0]
+        self.found = self.found or any(a < first+len(data) and first < b for a,b in self.written)
+    def persistent_id(self, o):
+        if type(o) is torch.UntypedStorage and o._cdata in self.met: self.found = True
+        return super().persistent_id(o)
+
+def digest(o,
+    known={}, # id of an object -> its number
+    skip=None, # The id of a known object that is pickled itself
+    with_grads=True # As of `dump`
+):
+    "Return a `Digest` that differs if the pickle of `o` does; None if it can't be pickled"
+    file = _Hasher()
+    p = NumberPickler(file, lambda b: file.write(memory_of(b)))
+    p.known,p.skip,p.with_grads = known,skip,with_grads
+    try: p.dump(o)
+    except Exception: return None
+    return Digest(file.hash.digest())
+
+LEFT_OUT = object()
+_SENT = object()        # a mark of what was sent, which is sent again: it equals no other
 
 def _itself(v, holder): return v
 
@@ -114,144 +130,154 @@ class Notes:
         left_out=lambda cls: frozenset(), # As of `Places`
         stands_for=_itself, # See above
         is_empty=False, # True: as if no object held anything, so all has changed
-        shared=() # Objects that both sides have as the very same ones: they aren't compared
+        shared=(), # Objects that both sides have as the very same ones: they aren't compared
+        always=() # Tensors that are always sent, with those that require a gradient
     ):
         self.places,self.left_out,self.stands_for = places,left_out,stands_for
         same = {*map(id, shared)}
         self.kinds = {i:CONSTANT if id(o) in same else kind(o) for i,o in places.objects.items()}
-        self.stale = {}         # id -> object that can't be set: all that hold it get a new one
-        self.numbers = {**places.numbers}   # id of an object that isn't stale -> its number
+        # id of an object -> its number. A tuple or method has none here: it is sent with its holder
+        self.numbers = {id(o):i for i,o in places.objects.items()
+                        if id(o) in same or self.kinds[i] is not CONSTANT}
         self.lost = []          # a `Failed` for what couldn't be read or sent
         self.tensors = {i:o for i,o in places.objects.items() if self.kinds[i] is TENSOR}
-        with_storage = {i:t for i,t in self.tensors.items() if has_storage(t)}
-        self.storages = Storages(with_storage, is_empty)
+        self.storages = Storages({i:t for i,t in self.tensors.items() if has_storage(t)}, is_empty,
+                                 {*map(id, always)})
         self.grads = {} if is_empty else gradients(self.tensors)
-        of_all = _Note(SENT, {}, SENT)
-        self.start = {i:of_all if is_empty else self._note(i) for i,k in self.kinds.items()
+        self.start = {i:_Note() if is_empty else self._note(i) for i,k in self.kinds.items()
                       if k not in (None,CONSTANT)}
     def _read(self, i):
         "Return `(attributes, items)` of an object that has members"
         o,k = self.places.objects[i],self.kinds[i]
         names = self.left_out(type(o))
         return {name:v for name,v in k.attrs(o).items() if name not in names}, k.items(o)
-    def _note(self, i):
+    def _note(self, i, is_end=False):
         "Return the `_Note` of the object number `i` as it is now"
         o,k = self.places.objects[i],self.kinds[i]
         # an object of the user's may refuse to be looked at
         try:
-            if k is OPAQUE: return _Note(self._digest(o, skip=id(o)))
+            if k is OPAQUE: return _Note(items=digest(o, self.numbers, skip=id(o)))
             if isinstance(k, Whole):
-                token = k.token(o)
-                return _Note(self._digest(k.items(o)) if token is None else token)
+                mark = k.mark(o, is_end, i in self.places.closed)
+                return _Note(items=mark or digest(k.items(o), self.numbers))
             attrs,items = self._read(i)
         except Exception: return _Note()
-        in_items = items.values() if type(items) is dict else items or ()
-        parts = {id(v):self._digest(v) for v in chain(attrs.values(), in_items) if self._is_part(v)}
-        return _Note(None, attrs, items, parts)
-    def _is_part(self, v):
-        "True for a member that has neither a number nor a name, and may change"
-        if is_value(v) or id(v) in self.numbers or type(v) is Data: return False
-        if type(v) is tuple: return any(map(self._is_part, v))
-        return kind(v) is not None
-    def _digest(self, o, skip=None):
-        "Return something that differs once the pickle of `o` does"
-        stream,buffers = io.BytesIO(),[]
-        p = NumberPickler(stream, lambda b: buffers.append(memory_of(b)))
-        p.known,p.skip = self.numbers,skip
-        try: p.dump(o)
-        except Exception: return None
-        if stream.tell()+sum(b.nbytes for b in buffers) > _MAX_DIGEST: return None
-        return hash((stream.getvalue(), *(hash(bytes(b)) for b in buffers)))
-    def _is_same(self, note, before, now):
-        "True if a member is as it was noted"
-        is_same = id(now) not in self.stale if before is now else is_equal(before, now)
-        return is_same and (id(before) not in note.parts
-                            or self._digest(now) == note.parts[id(before)])
-    def _changed(self, i):
+        return _Note({name:self.mark(v) for name,v in attrs.items()}, self._marks(i, items))
+    def _marks(self, i, items):
+        "Return the marks of the items of an object. Those of a data set stand for themselves"
+        if items is None or i in self.places.closed: return items
+        if type(items) is dict: return {key:self.mark(v) for key,v in items.items()}
+        return items if are_values(items) else [*map(self.mark, items)]
+    def mark(self, v):
+        """Return what equals the mark of an unchanged member: itself, if it is a value or has a
+        number or a name, which one knows it by, or can't be pickled; else a hash of its pickle"""
+        if is_value(v) or id(v) in self.numbers or type(v) is Data: return v
+        if type(v) is tuple: return (*map(self.mark, v),)
+        return v if kind(v) is None else digest(v, self.numbers) or v
+    def _are_same(self, before, marks):
+        "True if items have the marks that were noted"
+        if not type(before) is type(marks) is list or len(before) != len(marks): return False
+        return all(map(operator.is_, before, marks)) or all(map(is_equal, before, marks))
+    def _changed(self, i,
+        is_written=False # True: memory in an item that has no number was written
+    ):
         "Return an item of `changes` for the object number `i`, or None"
         note,o,k = self.start[i],self.places.objects[i],self.kinds[i]
         if isinstance(k, Whole):
-            return None if self._note(i).token == note.token else ({}, {}, k.items(o))
+            is_same = not is_written and note.items is not None and self._note(i, True) == note
+            return None if is_same else ({}, {}, k.items(o))
         attrs,items = self._read(i)
-        if not (note.parts or self.stale) and note.has_same(attrs, items): return None
-        was,now = named(note.attrs, note.items),named(attrs, items)
-        by_key = type(items) is type(note.items) is dict and _are_in_order(was, now)
-        if not by_key: was,now = note.attrs,attrs
+        by_key = type(items) is type(note.items) is dict and not is_written
+        by_key = by_key and _are_in_order(note.items, items)
+        was,now = note.attrs,attrs
+        if by_key: was,now = named(was, note.items),named(now, items)
+        is_data = i in self.places.closed
         new = {}
         for name,v in now.items():
-            before = was.get(name, LEFT_OUT)
-            if self._is_same(note, before, v): continue
+            if name in was and is_equal(was[name], v if is_data else self.mark(v)): continue
             user = self.stands_for(v, o)
-            is_as_before = user is not v and user is before
+            is_as_before = user is not v and user is was.get(name, LEFT_OUT)
             if user is LEFT_OUT or is_as_before or isinstance(o, nn.Module) and _is_activation(v):
                 continue
-            new[name] = Inside(v) if v is before and id(v) in note.parts else user
+            new[name] = user
         # with what was there, if it has a number: the notebook may have replaced it meanwhile
         gone = {name:v if id(v) in self.numbers else None for name,v in was.items()
                 if name not in now}
-        has_items = items is not None and not by_key
-        changed = self._changed_items(note, o, k, items) if has_items else None
-        return (new, gone, changed) if new or gone or changed is not None else None
-    def _changed_items(self, note, o, k, items):
+        items = None if by_key else self._changed_items(i, items, is_written)
+        return (new, gone, items) if new or gone or items is not None else None
+    def _changed_items(self, i, items, is_written):
         "Return all items if any of them has changed, else None"
-        before = note.items
-        if type(before) is type(items) is list and len(before) == len(items):
-            if all(self._is_same(note, a, b) for a,b in zip(before, items)): return None
-        if k is DICT: return items
+        before,o = self.start[i].items,self.places.objects[i]
+        if items is None or not is_written and self._are_same(before, self._marks(i, items)):
+            return None
+        if self.kinds[i] is DICT: return items
         users = [u for v in items if (u := self.stands_for(v, o)) is not LEFT_OUT]
-        is_as_before = _are_same(before, users) and not (self.stale or note.parts)
-        return None if is_as_before else users
-    def _find_stale(self):
-        """Add to `stale` what has changed and can't be set, and tuples and methods that refer to
-        it: where they are held, the notebook gets new ones"""
-        while found := {id(o):o for i,o in self.places.objects.items()
-                        if id(o) not in self.stale and self._is_stale(i, o)}:
-            self.stale |= found
-            for k in found: self.numbers.pop(k, None)
-    def _is_stale(self, i, o):
-        k = self.kinds[i]
-        if k is OPAQUE: return self._note(i).token != self.start[i].token
-        if k is not CONSTANT or not self.stale: return False
-        if isinstance(o, types.MethodType): return id(o.__self__) in self.stale
-        return isinstance(o, (tuple,frozenset)) and any(id(v) in self.stale for v in o)
+        # our own callbacks are in the list for the time of a fit
+        is_same = len(users) < len(items) and self._are_same(before, self._marks(i, users))
+        return None if is_same else users
+    def _lapse(self):
+        """Take the numbers of objects away that have changed and can't be set: where they are held,
+        the notebook gets new ones"""
+        opaque = {i for i,k in self.kinds.items() if k is OPAQUE}
+        while found := {i for i in opaque if self._note(i) != self.start[i]}:
+            for i in found: self.numbers.pop(id(self.places.objects[i]), None)
+            opaque -= found
+    def _written_items(self):
+        "Return the numbers of the containers of items of data sets in which memory was written"
+        closed = [i for i in self.places.closed if i in self.start]
+        if not closed: return ()
+        known = [(s.data_ptr(), s.nbytes()) for s in self.storages.storages.values()]
+        wholes = [self.places.objects[i] for i,k in self.kinds.items() if isinstance(k, Whole)]
+        known += [(a.__array_interface__['data'][0], a.nbytes) for o in wholes for a in arrays_of(o)
+                  if a.flags.c_contiguous or a.flags.f_contiguous]
+        ours = {address for address,_ in known}
+        written = written_elsewhere(known)+[o for o in changed_copies() if o[0] not in ours]
+        # whether memory on a GPU was written isn't known
+        on_gpus = {s._cdata for s in on_gpu()}-self.storages.storages.keys()
+        if not written and not on_gpus: return ()
+        return [i for i in closed if self._holds(i, written, on_gpus)]
+    def _holds(self, i, written, on_gpus):
+        "Return True if items have some of the memory that was written, or memory on a GPU"
+        p = _Finder(written, on_gpus)
+        p.known = self.numbers
+        try: p.dump(self.kinds[i].items(self.places.objects[i]))
+        except Exception: return True
+        return p.found
     def changes(self):
         """Return `{number: (new members, members that are gone with their values, items or None)}`
         of all objects that have changed"""
-        self._find_stale()
+        self._lapse()
+        written = {*self._written_items()}
         res = {}
         for i in self.start:
-            try: found = self._changed(i) if self.kinds[i] is not OPAQUE else None
+            try: found = self._changed(i, i in written) if self.kinds[i] is not OPAQUE else None
             except Exception as e: self.lost.append(Failed.of(i, None, e))
             else:
                 if found: res[i] = found
         return res
-    def has_changed(self):
-        "Return True if any object holds something else than at the start, or has other bytes"
-        return bool(self.storages.changed() or self.changes() or self.stale)
     def note_sent(self, i, new, gone, items):
-        "Note that this change of the object number `i` was sent"
+        "Note that this change of the object number `i` was sent: it is sent again by the next one"
         note = self.start[i]
-        attrs = named(note.attrs, note.items) | dict.fromkeys([*new, *gone], SENT)
-        # its keys are among the attributes now
-        rest = {} if type(note.items) is dict else note.items
-        self.start[i] = _Note(SENT, attrs, rest if items is None else SENT, note.parts)
+        attrs,marks = {**note.attrs},note.items
+        if type(marks) is dict: marks = {**marks}
+        for name in (*new, *gone):
+            if _is_key(name): marks[name[1]] = _SENT
+            else: attrs[name] = _SENT
+        self.start[i] = _Note(attrs, marks if items is None else _SENT)
+
+def _is_key(name): return type(name) is tuple and name[0] == 'key'
 
 def _are_in_order(before, now):
     "True if `now` begins with the keys that it has in common with `before`, in their order"
-    return [*now] == [*(k for k in before if k in now), *(k for k in now if k not in before)]
+    before = [k for k in before if k in now]
+    now = [*now][:len(before)]
+    return now == before and [*map(type, now)] == [*map(type, before)]
 
 def _is_activation(v):
     "True for what a forward pass has left in an attribute: its graph is the rank's"
     return isinstance(v, torch.Tensor) and v.grad_fn is not None
 
-class Inside(NamedTuple):
-    """In the place of a part of an object that is the same as at the start, but has other contents.
-    They go into the part that the notebook's object has, which others may hold"""
-    part:object
-
 # %% ../../nbs/payload/108_notes.ipynb #9cad68f9
-_MAX_COPIED = 2**27     # bytes of tensors; those of a larger graph aren't put back
-
 class Kept:
     "What all objects of a graph hold, to tell whether a call changes that, and to undo it"
     def __init__(self, root,
@@ -259,14 +285,16 @@ class Kept:
     ):
         self.notes = Notes(Places(root, left_out, without).walk(), left_out)
         objects = self.notes.places.objects
-        self._wholes = {i:k.items(objects[i]) for i,k in self.notes.kinds.items()
-                        if isinstance(k, Whole)}
-        storages = self.notes.storages.storages
-        is_small = sum(s.nbytes() for s in storages.values()) <= _MAX_COPIED
-        self._bytes = {k:s.clone() for k,s in storages.items()} if is_small else {}
+        self._wholes,self._members = {},{}
+        for i,k in self.notes.kinds.items():
+            if isinstance(k, Whole): self._wholes[i] = k.items(objects[i])
+            elif i in self.notes.start and k is not OPAQUE: self._members[i] = self.notes._read(i)
+        self._bytes = {k:s.clone() for k,s in self.notes.storages.storages.items()}
     def changed(self):
         "Return True if any object holds something else than when this was made"
-        return self.notes.has_changed()
+        storages,n = self.notes.storages.storages,len(self.notes.numbers)
+        return (any(not torch.equal(bytes_of(s), bytes_of(storages[k])) for k,s in self._bytes.items())
+                or bool(self.notes.changes()) or len(self.notes.numbers) < n)
     def undo(self,
         only_held=False # True: what was None, or wasn't there, stays as it is now
     ):
@@ -275,12 +303,12 @@ class Kept:
         # storages first: where a tensor got other data, the old ones are in the note
         for k,s in self._bytes.items(): notes.storages.storages[k].copy_(s)
         for i,(new,gone,items) in notes.changes().items():
-            note = notes.start[i]
-            was = named(note.attrs, note.items)
+            attrs,old_items = self._members.get(i, ({}, None))
+            was = named(attrs, old_items)
             old = {name:was[name] for name in {*new, *gone} if name in was}
             added = [name for name in new if name not in was]
             if only_held: old,added = {k:v for k,v in old.items() if v is not None},()
-            if items is not None: items = self._wholes.get(i, note.items)
+            if items is not None: items = self._wholes.get(i, old_items)
             notes.kinds[i].write(notes.places.objects[i], old, added, items)
 
 # %% ../../nbs/payload/108_notes.ipynb #abd72877

@@ -15,11 +15,10 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .columns import is_long
+from .columns import holds_any
 from .handles import reducer_of
 from .models import load_script
-from .reducers import (
-    load_array, load_storage, own_array, referents, set_decorated)
+from .reducers import copies, load_array, load_storage, own_array, set_decorated
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 class Payload(NamedTuple):
@@ -100,36 +99,12 @@ class RankPickler(KnownPickler):
     "As `KnownPickler`, for what a rank sends to the notebook, which has no use for the rank's GPU"
     to_notebook = True
 
-# %% ../../nbs/payload/102_pickling.ipynb #a3af4165
-_MAX_SEARCHED = 10_000      # items; a larger container isn't searched
-
-# Types of objects that can't refer to a long list
-_LEAVES = str, bytes, int, float, complex, type(None), torch.Tensor, np.ndarray, types.ModuleType
-
-def long_sequences(obj):
-    "Return the long lists and tuples that `obj` is, or refers to; it doesn't search their items"
-    res = []
-    seen = {}       # id -> object, which keeps temporary objects alive and so their ids unique
-    todo = [obj]
-    while todo:
-        o = todo.pop()
-        if id(o) in seen or isinstance(o, _LEAVES): continue
-        seen[id(o)] = o
-        if type(o) in (list,tuple) and is_long(o): res.append(o)
-        # `referents` gives `(template, name, referent)` for each object that `o` refers to
-        elif _is_searched(o): todo += [type(o), *(referent for *_,referent in referents(o))]
-    return res
-
-def _is_searched(o):
-    "False for a large container, and for a function or class of a library"
-    if isinstance(o, (dict,list,tuple,set,frozenset)): return len(o) <= _MAX_SEARCHED
-    return not isinstance(o, (type,types.FunctionType)) or o.__module__ == '__main__'
-
 # %% ../../nbs/payload/102_pickling.ipynb #12c4478b
 def dump(
     obj,            # The object to pickle
     known=None,     # id -> key of objects that the loading process has, too
-    columns=None,   # A `ColumnCache`, if long lists in `obj` are to be pickled as columns
+    columns=None,   # A `ColumnCache`, if `long_lists` are to be pickled as columns
+    long_lists=(),  # As of `Places.long_lists`, of what `obj` holds
     pickler=None,   # Default: `Pickler`, or with `known` a `KnownPickler`
     with_grads=True, # False: without gradients and hooks of tensors
     blank=() # Addresses in C of storages that are loaded without their bytes
@@ -141,8 +116,9 @@ def dump(
     p.with_grads,p.blank = with_grads,blank
     if known: p.known = known
     with no_collection():
-        long_lists = long_sequences(obj) if columns else []
-        replaced = columns.stand_ins(long_lists) if long_lists else []
+        others = _replacements.get() or {}
+        long_lists = [o for o in long_lists if not holds_any(o, others)]
+        replaced = columns.stand_ins(long_lists) if columns and long_lists else []
         p.dump([stand_in for _,stand_in in replaced])
         if replaced:
             memo = p.memo.copy()
@@ -266,10 +242,11 @@ class Reads:
     def __init__(self, file, buffers, device, back, known, cells):
         super().__init__(file, buffers=buffers)
         self._known = known
+        keep = cells.home is not None       # in a worker
         # id of a function that pickles call -> what they call here instead
-        self._instead = {id(load_storage): partial(load_storage, to=device, back=back),
+        self._instead = {id(load_storage): partial(load_storage, to=device, back=back, keep=keep),
                          id(load_script): partial(load_script, to=device),
-                         id(load_array): own_array,
+                         id(load_array): partial(own_array, keep=keep),
                          id(cloudpickle.subimport): _subimport,
                          id(cloudpickle._make_function): cells.make_function,
                          id(cloudpickle._make_skeleton_class): cells.make_class,
@@ -300,6 +277,7 @@ def load(
 ):
     "Return the object of a `Payload`"
     with no_collection():
+        if home is not None: copies.clear()
         cells = CellLoader(home, define, keep_classes, apart)
         reader = Unpickler(io.BytesIO(meta), buffers, device, back, known, cells)
         reader.load()       # the stand-ins

@@ -12,7 +12,7 @@ from pathlib import Path
 from zipfile import ZipFile, ZipInfo
 
 # %% ../../nbs/payload/112_pieces.ipynb #c21bac63
-_HEADER = 'fastddp 3'       # name of the header, with the version of what the pieces are
+_HEADER = 'fastddp 4'       # name of the header, with the version of what the pieces are
 
 def _previous(path):
     "Return the path of the file that `path` has replaced."
@@ -20,10 +20,11 @@ def _previous(path):
 
 def write_pieces(
     path, # A `Path`. A file there becomes the previous one
-    header, # A dict for JSON, of the reader's own
+    header, # A dict for JSON, of the reader's own; 'run' says what a file continues
     pieces # Pairs of a name and bytes
 ):
-    "Write a file of pieces, which appears at `path` whole or not at all."
+    """Write a file of pieces, which appears at `path` whole or not at all. A previous file stays only
+    if it is of the same run, so that no other run is taken for this one"""
     path.parent.mkdir(parents=True, exist_ok=True)
     # of processes that were killed while they wrote
     for o in path.parent.glob(f'{glob.escape(path.name)}.*.tmp'): o.unlink(missing_ok=True)
@@ -35,8 +36,10 @@ def write_pieces(
                     z.writestr(ZipInfo(name), b)
             f.flush()
             os.fsync(f.fileno())
-        if path.exists(): os.replace(path, _previous(path))
+        is_same = path.exists() and _run_of(path) == header.get('run')
+        if is_same: os.replace(path, _previous(path))
         os.replace(tmp, path)
+        if not is_same: _previous(path).unlink(missing_ok=True)
     except BaseException:
         Path(tmp).unlink(missing_ok=True)
         raise
@@ -81,6 +84,12 @@ class PieceFile:
             while part := f.read(2**20): data += part
         return data
 
+def _run_of(path):
+    "Return the 'run' in the header of a file; None if there is no whole one"
+    try:
+        with PieceFile(path) as f: return f.header.get('run')
+    except (Damaged,OSError): return None
+
 def first_whole(
     path, # As of `write_pieces`
     read # Called with a `PieceFile`
@@ -89,8 +98,11 @@ def first_whole(
     damaged or missing, for the previous one; None if both are. `reasons` has a text for each that
     couldn't be read."""
     reasons = []
+    run = _run_of(path)
     for p in filter(os.path.lexists, (path, _previous(path))):
         try:
-            with PieceFile(p) as f: return read(f), reasons
+            with PieceFile(p) as f:
+                if run in (None,f.header.get('run')): return read(f), reasons
+                raise Damaged("of another run")
         except (Damaged,OSError) as e: reasons.append(f"{p}: {getattr(e,'strerror',None) or e}")
     return None, reasons

@@ -12,7 +12,9 @@ from collections import deque
 import cloudpickle
 
 from .kinds import (
-    CONSTANT, DICT, OPAQUE, SEQUENCE, STATE, Kind, Whole, attributes, is_own_module, kind)
+    CONSTANT, DICT, OPAQUE, SEQUENCE, SET, STATE, TABLE, Kind, Whole,
+    are_values, attributes, is_own_module, kind)
+from .columns import holds_any, is_long
 from .reducers import made_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
@@ -34,7 +36,7 @@ def members(o, left_out=frozenset()):
     items = k.items(o) if k in (DICT,SEQUENCE) else None
     for name,v in k.attrs(o).items():
         if name not in left_out: yield name,v
-    if k is SEQUENCE: yield from enumerate(items)
+    if k is SEQUENCE and not are_values(items): yield from enumerate(items)
     elif type(items) is dict: yield from ((('key',key), v) for key,v in items.items())
     # entries of a weak dict may be gone on the other side, so they have no position
     elif type(items) is list and isinstance(o, dict):
@@ -42,17 +44,44 @@ def members(o, left_out=frozenset()):
         yield from ((('key of' if i < n else 'item', i % n), v) for i,v in enumerate(items))
 
 # %% ../../nbs/payload/107_places.ipynb #4ad6ca96
-_MAX_OBJECTS = 200_000      # what lies beyond is a part of its holder
+# Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them, and
+# the containers of their items
+_SETS,_LISTS,_ITEMS = ('dataset',), ('tls','datasets'), ('items','source','coll','chunks')
+
+def parts_of_data(loaders):
+    """Return the loaders with the data sets that they hold, and the containers of the items of these.
+    A data set may be such a container itself, or consist of others"""
+    sets,containers = {},{}         # id -> object
+    todo = [*loaders]
+    while todo:
+        o = todo.pop()
+        attrs = getattr(o, '__dict__', {})
+        if id(o) in sets: continue
+        if kind(o) in _CONTAINERS: containers[id(o)] = o
+        else: sets[id(o)] = o
+        todo += [attrs[k] for k in _SETS if k in attrs]
+        todo += [ds for k in _LISTS if k in attrs for ds in attrs[k]]
+        for v in (attrs[k] for k in _ITEMS if k in attrs):
+            # the list in one of fastcore's
+            while (inner := [o for k in _ITEMS if (o := getattr(v, '__dict__', {}).get(k)) is not None]):
+                v = inner[0]
+            if kind(v) in _CONTAINERS: containers[id(v)] = v
+    return sets,containers
+
+_CONTAINERS = SEQUENCE,DICT,SET,TABLE
 
 class Places:
     "Objects by number, and the names under which each holds others"
     def __init__(self,
         root, # The object with the number 0
         left_out=lambda cls: frozenset(), # Names of attributes, by class, that stay on their side
-        without=() # Objects that get no number, and aren't looked into
+        without=(), # Objects that get no number, and aren't looked into
+        loaders=() # The items of their data sets have no numbers, if nothing but data sets holds them
     ):
         self.root,self.left_out = root,left_out
         self.without_ids = {*map(id, without)}
+        self.loaders = loaders
+        self.closed = set()     # numbers of the containers of such items
         self.objects = {}       # number -> object
         self.numbers = {}       # id of an object -> its number; `objects` keeps it alive
         self.read_only = set()  # ids of objects that `payload.changes.apply` leaves as they are
@@ -63,26 +92,40 @@ class Places:
     def walk(self):
         "Number all that `root` refers to. Return self"
         self._add(0, self.root)
-        todo = deque([0])
-        while todo and len(self.objects) < _MAX_OBJECTS:
+        sets,containers = parts_of_data(self.loaders)
+        # first what else holds objects: its list of items is state, also if it is that of a data set
+        later = deque()
+        self._follow(deque([0]), {}, sets, later)
+        self._follow(later, containers)
+        return self
+    def _follow(self, todo,
+        closed, # id -> container that is not looked into
+        delayed={}, # id -> object that is put into `later` instead of being followed
+        later=None
+    ):
+        while todo:
             i = todo.popleft()
+            o = self.objects[i]
+            if id(o) in closed:
+                self.closed.add(i)
+                continue
             edges = []
             # an object of the user's may refuse to be looked at
             try:
-                for name,v in members(self.objects[i], self.left_out(type(self.objects[i]))):
+                for name,v in members(o, self.left_out(type(o))):
                     if id(v) not in self.numbers:
                         if kind(v) is None or id(v) in self.without_ids: continue
                         self._add(len(self.objects), v)
-                        todo.append(len(self.objects)-1)
+                        (later if id(v) in delayed else todo).append(len(self.objects)-1)
                     edges.append((name, self.numbers[id(v)]))
             except Exception: pass
             if edges: self.edges[i] = edges
-        return self
     def find(self,
-        edges # Those that were walked in another process or in a copy, or their `table`
+        edges # The `table` of those that were walked in another process, or `(edges, closed)`
     ):
         "Give the objects here the numbers they have there; what isn't found has none. Return self"
-        self.edges = edges = pickle.loads(edges) if isinstance(edges, bytes) else edges
+        edges,self.closed = pickle.loads(edges) if isinstance(edges, bytes) else edges
+        self.edges = edges
         self.objects.clear()
         self.numbers.clear()
         self._add(0, self.root)
@@ -102,7 +145,12 @@ class Places:
         return self
     def table(self):
         "Return the edges as bytes, for `find`"
-        return cloudpickle.dumps(self.edges)
+        return cloudpickle.dumps((self.edges, self.closed))
+    def long_lists(self):
+        """Return the long lists and tuples of items of data sets, and those of values anywhere. One
+        of which state holds a tensor isn't among them: it would be another object there"""
+        return [o for i,o in self.objects.items() if type(o) in (list,tuple) and is_long(o)
+                and (not holds_any(o, self.numbers) if i in self.closed else are_values(o))]
     def without(self, objects):
         "Take the numbers of these objects away. Return self"
         for o in objects:

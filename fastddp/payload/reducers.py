@@ -129,10 +129,34 @@ _noted_devices = weakref.WeakKeyDictionary()    # storage -> one of these texts
 # numpy's own function, which makes an array on a buffer
 load_array = np.zeros(1).__reduce_ex__(5)[0]
 
-def own_array(buffer, dtype, shape, order, *axes):
+# `(object, the memory that was sent)` of small arrays and storages in the payload that this worker
+# loaded last
+copies = []
+
+def own_array(buffer, dtype, shape, order, *axes,
+    keep=False # Add it to `copies`; `Reads` adds it
+):
     "As `load_array`; a small array gets memory of its own, so that it can grow"
     res = load_array(buffer, dtype, shape, order, *axes)
-    return res.copy(order) if res.nbytes <= MAX_OWN else res
+    if res.nbytes > MAX_OWN: return res
+    own = res.copy(order)
+    if keep: copies.append((own, res))
+    return own
+
+def changed_copies():
+    "Return those of `copies` that this process has changed, as `(address, end)`"
+    found = [(*_place(own), *_place(sent)) for own,sent in copies]
+    return [(a, a+n) for a,n,original,m in found
+            if n != m or ctypes.string_at(a, n) != ctypes.string_at(original, m)]
+
+def _place(o):
+    "Return the address and the size in bytes of an array or storage"
+    if isinstance(o, torch.UntypedStorage): return o.data_ptr(), o.nbytes()
+    return o.__array_interface__['data'][0], o.nbytes
+
+def on_gpu():
+    "Return the storages on a GPU that this process has loaded"
+    return [s for s in _noted_devices if s.device.type != 'cpu']
 
 _MAX_ROOT = 2**26       # bytes; of a larger array, a view is pickled as an array of its own
 
@@ -177,15 +201,18 @@ def _(storage, pickler):
 def load_storage(
     buffer,     # Bytes, on which the storage lies without a copy
     device,     # The device of the pickled storage as text, see above
-    to=None,    # Where to move a storage that wasn't on the CPU; `_Unpickler` adds it
-    back=False  # Move it to the GPU that the text names, if it names one. The same
+    to=None,    # Where to move a storage that wasn't on the CPU; `Reads` adds it
+    back=False, # Move it to the GPU that the text names, if it names one. The same
+    keep=False  # As of `own_array`
 ):
     "Return an untyped storage. In the notebook (`back`) one stays on the CPU if its GPU is full"
     if not len(buffer): storage = torch.UntypedStorage(0)
     else:
         storage = torch.frombuffer(buffer, dtype=torch.uint8).untyped_storage()
         # one of its own can grow
-        if len(buffer) <= MAX_OWN: storage = storage.clone()
+        if len(buffer) <= MAX_OWN:
+            sent,storage = storage,storage.clone()
+            if keep: copies.append((storage, sent))
     if device == 'cpu': return storage
     is_named = ':' in device
     if back and is_named: to = device

@@ -14,6 +14,7 @@ from PIL import Image
 from fastddp.payload import columns as columns_module
 from fastddp.payload.columns import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
+from fastddp.payload.places import Places
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
 from spread import long_but
 
@@ -63,7 +64,12 @@ class Items:
 
 def packed(o, columns=None):
     "`o` as a worker has it"
-    return load(*dump(o, columns=columns or ColumnCache()).copied())
+    return load(*dump(o, columns=columns or ColumnCache(), long_lists=long_lists(o)).copied())
+
+
+def long_lists(o):
+    loaders = [SimpleNamespace(dataset=v) for v in (o.values() if isinstance(o, dict) else [o]) if type(v) in (list, tuple)]
+    return Places([*loaders], loaders=loaders).walk().long_lists()
 
 
 def same(a, b):
@@ -107,7 +113,7 @@ def test_tuples_stay_tuples():
 @pytest.mark.parametrize('shape', ['tensors of their own', 'tensors of a class', 'tensors'])
 def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     items = made(shape)[:200]
-    assert len(dump(items, columns=ColumnCache()).buffers) < 10
+    assert len(dump(items, columns=ColumnCache(), long_lists=long_lists(items)).buffers) < 10
     o = packed(dict(a=items, again=items))
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
