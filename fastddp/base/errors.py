@@ -138,11 +138,6 @@ batch size built in
     Pass batch='per_worker': the model has a batch size built in, and with batch='global' a worker
     gets a part of each batch.
 
-a list that C code refuses
-    LazyList|Object of type list is not JSON serializable
-    In a worker a list of many texts, paths or tuples (more than 16 MB) makes its items when they
-    are read; functions in C need a plain list: call them with list(...) of it.
-
 sys.exit
     ^SystemExit:
     sys.exit ends a script, not a worker: return from the function, raise an exception, or

@@ -42,7 +42,7 @@ class LearnerCall(Call):
         store_attr('callbacks,metrics,job_args')
     def snapshot(self):
         payload,self.places = snapshot(self.learn, self.callbacks, self.metrics,
-                                       self.session.columns, **self.job_args)
+                                       **self.job_args)
         return payload
     def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
 

@@ -81,7 +81,6 @@ def _where_to_look(learn, callbacks):
 # %% ../../nbs/fastai1/801_snapshot.ipynb #5720503d
 def snapshot(learn,
              callbacks, metrics, # Those of this fit, or of this validation
-             columns=None,       # As of `dump_snapshot`
              **call              # Further entries of the job's dict
 ):
     """Return a `Payload` of the dict that a job gets, and the learner's `Places` for `apply`. The
@@ -100,7 +99,7 @@ def snapshot(learn,
         without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
         without_block = without_attrs(learn, *left_out(type(learn)))
         payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
-                                without_block, *without_bars, columns=columns,
+                                without_block, *without_bars,
                                 long_lists=places.long_lists())
         return payload, places
     return sent_with_less(learn, callbacks, send)

@@ -359,7 +359,7 @@ class InferCall(Call):
         with _without_dataset(dl, loaders if session.dls_factory else ()) as i:
             payload,self.places = snapshot(
                 self.learn, (), dict(dl=dl, dataset=i), session.model_factory, session.dls_factory,
-                training=False, dl=None if isinstance(dl, int) else dl, columns=session.columns)
+                training=False, dl=None if isinstance(dl, int) else dl)
             return payload
     def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)
     def validate(self):

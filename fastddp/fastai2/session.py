@@ -72,8 +72,7 @@ class FitCall(Call):
     def snapshot(self):
         session = self.session
         payload,self.places = snapshot(self.learn, self.cbs, self._for_ranks(),
-                                       session.model_factory, session.dls_factory,
-                                       columns=session.columns)
+                                       session.model_factory, session.dls_factory)
         self.places.read_only = getattr(self.learn, 'borrowed', set())     # of a `copy_of`
         return payload
     def apply(self, meta, buffers):

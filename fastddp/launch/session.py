@@ -23,7 +23,6 @@ from .held_gpus import refuse_busy, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
-from ..payload.columns import ColumnCache
 from ..payload.state import model_tensors, move_data, move_opt_state
 from ..process.helper import helper_is_importing
 from ..shard.same_model import bn_note
@@ -257,7 +256,6 @@ class BaseSession:
         store_attr()
         self.restarts = asked.get('restarts', 0)    # how often a failed call is repeated
         self.last_banner = None         # the line that `print_banner` has printed last
-        self.columns = ColumnCache()    # those of the last snapshot, which the next one may share
         self.calling = threading.RLock()    # held by the thread whose call runs
         self.interrupt = None               # stops that call, when called without arguments
     def datasets(self): return ()       # sequences from which items are made, such as paths

@@ -200,7 +200,7 @@ def warn_of_lost(
 
 # %% ../../nbs/launch/512_training.ipynb #510a0002
 def is_ours(v):
-    "Return True for an object, function or method of this package, but not for a `LazyList`"
+    "Return True for an object, function or method of this package"
     while isinstance(v, functools.partial): v = v.func
     v = v.__func__ if isinstance(v, types.MethodType) else v
     module = str(v.__module__ if isinstance(v, types.FunctionType) else type(v).__module__)

@@ -17,7 +17,7 @@ from .kinds import DICT, SEQUENCE, Kind, has_storage, is_value, kind, named, pla
 from .notes import Failed, NumberPickler, bytes_of, gradients
 from .pickling import (
     CellLoader, Payload, Reads, Unpickler, memory_of, no_collection, without_frames)
-from .reducers import ZEROS, number_hooks_from, set_gradient_and_hooks
+from .reducers import ZEROS, memory_of_storage, number_hooks_from, set_gradient_and_hooks
 
 # %% ../../nbs/payload/113_changes.ipynb #2931c813
 _MAX_PARTS = 1000       # items of a list that are pieces of their own
@@ -100,7 +100,8 @@ class _Sender:
         if changed: self.send(GRADS, changed)
     def payload(self, extra):
         n,lost = len(self.buffers),self.notes.lost
-        buffers = self.buffers+[memory_of(pickle.PickleBuffer(bytes_of(s).numpy())) for s,_ in self.bytes]
+        of_storages = [pickle.PickleBuffer(memory_of_storage(s)) for s,_ in self.bytes]
+        buffers = self.buffers+[*map(memory_of, of_storages)]
         places = [Bytes(n+i, where) for i,(_,where) in enumerate(self.bytes)]
         extra = extra(lost) if callable(extra) else extra
         message = Message(self.pieces, self.stream.getvalue(), places, RemovableHandle.next_id,

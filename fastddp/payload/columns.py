@@ -5,11 +5,8 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/payload/092_columns.ipynb #7fdbeafa
-import math, operator, pathlib
-from array import array
-from collections import UserList
-from dataclasses import dataclass
+# %% ../../nbs/payload/092_columns.ipynb #e1ae9b02
+import operator, pathlib
 from itertools import chain
 
 import numpy as np, torch
@@ -17,69 +14,21 @@ from torch import Tensor
 
 from .reducers import StandIn
 
-# %% ../../nbs/payload/092_columns.ipynb #52fce05f
-# `make_column` chooses the class:
-#
-#     TextColumn      strings, paths
-#     TensorColumn    tensors
-#     NumberColumn    numbers
-#     TupleColumn     tuples of equal length: a column for each position
-#
-# `dump` of `payload.pickling` calls `ColumnCache.stand_ins` with the long lists and tuples that it
-# found. Snapshots of learners have a cache, other payloads no columns.
-class _Column:
-    "A few arrays from which the items of a list can be made. It has length and items like the list"
-    n_tensors = 0       # in each item
-    # About the memory of a plain list of all items, in bytes
-    plain_bytes = math.inf
-    def __iter__(self): return map(self.__getitem__, range(len(self)))
-
-# %% ../../nbs/payload/092_columns.ipynb #844191d8
+# %% ../../nbs/payload/092_columns.ipynb #f1f2d26b
 # 'surrogatepass': bytes of a file's name that aren't UTF-8 are surrogates, such as '\udcff'
 _ENCODING = 'utf-8','surrogatepass'
+_BETWEEN = '\0'
 
-class TextColumn(_Column):
-    "The items of a list of strings or paths"
-    def __init__(self,
-        items # A list of objects of one class
-    ):
-        letters = bytearray()
-        offsets = array('q', [0])       # and the end of the last one
-        for o in items:     # one by one: all of them, encoded, would take more than the column
-            letters += str(o).encode(*_ENCODING)
-            offsets.append(len(letters))
-        self._class = type(items[0])
-        self._offsets = np.frombuffer(offsets, int)
-        self._letters = np.frombuffer(letters, np.uint8)
-    def __len__(self): return len(self._offsets)-1
-    @property
-    def plain_bytes(self):
-        each = 57 if self._class is str else 400        # a path consists of several objects
-        return len(self)*(8+each)+len(self._letters)
-    def __getitem__(self, i):
-        text = str(self._letters[self._offsets[i]:self._offsets[i+1]], *_ENCODING)
-        return text if self._class is str else self._class(text)
+def _text_column(items):
+    text = _BETWEEN.join(map(str, items))
+    if text.count(_BETWEEN) != len(items)-1: return None
+    return StandIn(texts_of, type(items[0]), np.frombuffer(text.encode(*_ENCODING), np.uint8))
 
-# %% ../../nbs/payload/092_columns.ipynb #50b9cb64
-@dataclass
-class TensorColumn(_Column):
-    "The items of a list of tensors of one class, dtype and number of dimensions"
-    tensor_class:type       # The class of all items, such as `torch.Tensor` or `TensorImage`
-    storages:list           # Each storage, as a tensor of one dimension
-    storage_ids:np.ndarray  # For each item the index of its storage
-    offsets:np.ndarray      # For each item its first element in that storage
-    shapes:np.ndarray       # A row per item
-    n_tensors = 1
-    def __len__(self): return len(self.offsets)
-    def __getitem__(self, i):
-        storage = self.storages[self.storage_ids[i]]
-        # no view, which would have a record for autograd, as large as the rest of it, and with
-        # which some changes in place raise an error
-        t = storage.new_empty(0).set_(storage.untyped_storage(), int(self.offsets[i]),
-                                      self.shapes[i].tolist())
-        return t if self.tensor_class is Tensor else t.as_subclass(self.tensor_class)
+def texts_of(cls, letters):
+    texts = str(letters, *_ENCODING).split(_BETWEEN)
+    return texts if cls is str else [*map(cls, texts)]
 
-# %% ../../nbs/payload/092_columns.ipynb #684d8a35
+# %% ../../nbs/payload/092_columns.ipynb #db066235
 _DTYPES = {torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.bool,
            torch.float16, torch.bfloat16, torch.float32, torch.float64}
 _MAX_STORAGES = 16      # tensors with more storages are copied into one
@@ -119,33 +68,31 @@ def _column_of_plain(tensors):
         offsets = np.cumsum([0, *shapes.prod(1)[:-1]])
     else:
         storages = [o.new_empty(0).set_(o.untyped_storage()) for o in (tensors[i] for i in firsts)]
-    return TensorColumn(type(tensors[0]), storages, storage_ids, offsets, shapes)
+    return StandIn(tensors_of, type(tensors[0]), storages, storage_ids, offsets, shapes)
 
-# %% ../../nbs/payload/092_columns.ipynb #a5dda657
-@dataclass
-class NumberColumn(_Column):
-    "The items of a list of numbers of Python or numpy"
-    values:np.ndarray   # The numbers
-    is_python:bool      # True for numbers of Python, False for numpy's
-    def __len__(self): return len(self.values)
-    @property
-    def plain_bytes(self): return len(self)*(8+32)
-    def __getitem__(self, i): return self.values[i].item() if self.is_python else self.values[i]
-    def __iter__(self): return iter(self.values.tolist() if self.is_python else self.values)
+def tensors_of(
+    cls,            # The class of all tensors, such as `torch.Tensor` or `TensorImage`
+    storages,       # Each storage, as a tensor of one dimension
+    storage_ids,    # For each tensor the index of its storage
+    offsets,        # For each tensor its first element in that storage
+    shapes          # A row for each tensor
+):
+    n,numel = len(offsets),int(shapes[0].prod())
+    follow = len(storages) == 1 and (shapes == shapes[0]).all() and numel > 0
+    follow = follow and (offsets == offsets[0]+numel*np.arange(n)).all()
+    # no views, which would have a record for autograd, as large as the rest of it, and with which
+    # some changes in place raise an error
+    if follow and shapes.shape[1]:
+        first,*rest = shapes[0].tolist()
+        one = storages[0][offsets[0]:offsets[0]+n*numel].view(n*first, *rest)
+        tensors = one.unsafe_split(first)       # a fifth of the time
+    else:
+        places = zip(storage_ids, offsets.tolist(), shapes.tolist())
+        tensors = [storages[i].new_empty(0).set_(storages[i].untyped_storage(), offset, shape)
+                   for i,offset,shape in places]
+    return [*tensors] if cls is Tensor else [t.as_subclass(cls) for t in tensors]
 
-@dataclass
-class TupleColumn(_Column):
-    "The items of a list of tuples of equal length"
-    columns:list        # For each position in the tuples the column of the items there
-    @property
-    def n_tensors(self): return sum(c.n_tensors for c in self.columns)
-    def __len__(self): return len(self.columns[0])
-    @property
-    def plain_bytes(self): return len(self)*(8+40)+sum(c.plain_bytes for c in self.columns)
-    def __getitem__(self, i): return tuple([c[i] for c in self.columns])
-    def __iter__(self): return zip(*self.columns)
-
-# %% ../../nbs/payload/092_columns.ipynb #b490059f
+# %% ../../nbs/payload/092_columns.ipynb #e7192aca
 # The least number of items of a long list or tuple, by its first item: a text or number; a tensor,
 # or a tuple that begins with one; anything else
 _MIN_ITEMS = dict.fromkeys([str, pathlib.PosixPath, bool, int, float], 10_000)
@@ -161,7 +108,7 @@ def is_long(sequence):
     return isinstance(part, Tensor) or len(sequence) >= least
 
 def holds_any(sequence, ids):
-    "True if a tensor of a long list has one of these ids, the keys of a dict"
+    "Return True if a tensor of a long list has one of these ids, the keys of a dict"
     first = sequence[0] if sequence else None
     is_tuple = type(first) is tuple
     if not ids or not any(isinstance(o, Tensor) for o in (first if is_tuple else (first,))):
@@ -172,102 +119,44 @@ def holds_any(sequence, ids):
 _TEXTS = {str, pathlib.PosixPath}
 _NUMBERS = {bool, int, float}
 
-def make_column(
+def column_of(
     items # A list that isn't empty
 ):
-    "Return a column of `items`; None if they are of several classes, or of one without a column"
+    "Return a `StandIn` for `items`; None if they are of several classes, or of one without a column"
     cls = type(items[0])
     if {*map(type, items)} != {cls}: return None
-    if cls in _TEXTS: return TextColumn(items)
+    if cls in _TEXTS: return _text_column(items)
     if issubclass(cls, Tensor): return _tensor_column(items)
     if cls in _NUMBERS or issubclass(cls, (np.number,np.bool_)):
         # An integer of more than 64 bits makes this an array of objects, and -1 beside 2**63 one of
         # floats, which would round them
         values = np.array(items)
         inexact = 'Of' if cls is int else 'O'
-        return None if values.dtype.kind in inexact else NumberColumn(values, cls in _NUMBERS)
+        return None if values.dtype.kind in inexact else StandIn(numbers_of, values, cls in _NUMBERS)
     if cls is not tuple: return None
     lengths = {*map(len, items)}
     if len(lengths) > 1 or lengths == {0}: return None
-    columns = [make_column(list(o)) for o in zip(*items)]
-    return None if None in columns else TupleColumn(columns)
+    columns = [column_of(list(o)) for o in zip(*items)]
+    return None if None in columns else StandIn(tuples_of, columns)
 
-# %% ../../nbs/payload/092_columns.ipynb #bafdd887
-# A list with tensors keeps the items that were read, since to make an item takes as long as to read
-# it and put it into a batch. The limit is about 50 MB
-_MAX_KEPT = 2**17       # tensors of a list
+def numbers_of(values, is_python): return values.tolist() if is_python else [*values]
+def tuples_of(columns): return [*zip(*columns)]
 
-class LazyList(UserList):
-    """A list in a worker that makes an item from a column when it is read.
-
-    It says that it is a list, by `__class__`, which `isinstance(o, list)` asks. It isn't a subclass
-    of `list`: functions in C, such as `torch.stack` or `[1]+o`, ask `type(o)`, read the memory of a
-    list past its methods, and would find it empty"""
-    def __init__(self,
-        column # What `make_column` returned
-    ):
-        self.source = column        # or the plain list, once `data` has made it
-        self._ids = range(len(column))
-        n_tensors = column.n_tensors
-        n_kept = min(len(column), _MAX_KEPT//n_tensors) if n_tensors else 0
-        self._kept = [None]*n_kept      # the first items, each None until it is read
-    @property
-    def __class__(self): return list
-    # `UserList` keeps its list in `data`. The methods below read the column; all others of
-    # `UserList` (`append`, `sort`, `==`) use `data`, and so make a plain list of all items first
-    @property
-    def data(self):
-        if type(self.source) is not list: self.data = list(self)
-        return self.source
-    @data.setter
-    def data(self, items):      # `o += items` calls it, too
-        self.source = items
-        self._kept = []
-    def __len__(self): return len(self.source)
-    def __getitem__(self, i):
-        if type(self.source) is list: return self.source[i]
-        i = self._ids[i]        # raises IndexError as a list does
-        if type(i) is range: return [self[o] for o in i]
-        if i >= len(self._kept): return self.source[i]
-        if self._kept[i] is None: self._kept[i] = self.source[i]
-        return self._kept[i]
-    def __iter__(self):
-        return map(self.__getitem__, range(len(self))) if self._kept else iter(self.source)
-    def __reduce__(self): return list, (self[:],)      # a pickle or copy is a plain list
-    __copy__ = None     # that of `UserList` isn't used: `copy.copy` uses `__reduce__`
-
-# %% ../../nbs/payload/092_columns.ipynb #00001ed0
-# A worker makes the items of a list at once if it is shorter, or if they take less memory: C code,
-# such as that of `json`, needs a plain list
-_MIN_LAZY = 1000
-_MAX_PLAIN = 16*2**20       # bytes
-
-class ColumnCache:
-    """Makes the columns for each `dump`; a `distrib_ctx` block has one. A list that has the very
-    same objects as one in the last dump, or in this one, gets the column of that one"""
-    _last = {}      # key, see below -> `(items, their column)` in the last dump
-    def stand_ins(self,
-        sequences # The long lists and tuples of one dump, of exactly these types
-    ):
-        """Return `(sequence, StandIn)` for each of these that has a column; the others are pickled
-        as they are"""
-        used = {}
-        res = []
-        for sequence in sequences:
-            items = list(sequence)
-            # The key finds a list that is likely the same; then all items are compared. Equal ids
-            # are those of the same object, since `_last` and `used` keep the objects alive
-            key = len(items),id(items[0]),id(items[-1])
-            known = used.get(key) or self._last.get(key)
-            is_same = known and all(map(operator.is_, items, known[0]))
-            column = known[1] if is_same else make_column(items)
-            if column is None: continue
-            used[key] = items,column
-            # A worker makes all items at once if that is fast: `torch.stack` needs a plain list
-            is_fast = isinstance(column, (NumberColumn,TensorColumn)) or len(items) < _MIN_LAZY
-            is_plain = is_fast or type(sequence) is tuple or column.plain_bytes <= _MAX_PLAIN
-            make = type(sequence) if is_plain else LazyList
-            res.append((sequence, StandIn(make, column)))
-        # not with tensors: `x.data` and `x.numpy()` write to one without a new `_version`
-        self._last = {k:(items,c) for k,(items,c) in used.items() if not c.n_tensors}
-        return res
+# %% ../../nbs/payload/092_columns.ipynb #6b55a9ea
+def stand_ins(
+    sequences # Long lists and tuples, of exactly these types
+):
+    """Return `(sequence, StandIn)` for each of these that has a column; the others are pickled as
+    they are"""
+    known,res = {},[]
+    for sequence in sequences:
+        items = list(sequence)
+        # The key finds a list that is likely the same; then all items are compared
+        key = len(items),id(items[0]),id(items[-1])
+        before,column = known.get(key, ((), None))
+        if len(before) != len(items) or not all(map(operator.is_, items, before)):
+            column = column_of(items)
+        if column is None: continue
+        known[key] = items,column
+        res.append((sequence, StandIn(type(sequence), column)))
+    return res

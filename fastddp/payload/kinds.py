@@ -15,7 +15,6 @@ import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
-from .columns import LazyList
 from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
 from .reducers import HOOKS, is_named_by_library
@@ -405,12 +404,6 @@ class State(Whole):
 
 _GENERATORS = torch.Generator,np.random.Generator
 
-class Lazy(Whole):
-    "A list that makes its items from columns: changed once it keeps a list instead"
-    def mark(self, o, is_end, is_data=False): return (type(o.source) is list,)
-    def items(self, o): return list(o)
-    def fill(self, o, new): o[:] = new
-
 # %% ../../nbs/payload/106_kinds.ipynb #d9b5ebc0
 def _reduced(o):
     "Return what an object is pickled as, a tuple or a name; () if it refuses"
@@ -421,7 +414,7 @@ ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE,SCRIPT = Class(),Module(),Script()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
 TENSOR,ARRAY,BYTES,TABLE = Tensor(),Array(),Bytes(),Table()
-STATE,LAZY,INDEX = State(),Lazy(),Index()
+STATE,INDEX = State(),Index()
 CONSTANT = 'constant'   # can't change itself, but refers to others that can
 OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
 
@@ -455,7 +448,6 @@ def _is_read(f): return is_own(f) or bool(f.__closure__) and not is_named_by_lib
 @per_class
 def _kind_of(cls):
     if issubclass(cls, _VALUES) and _is_fixed(cls) or issubclass(cls, _LEAVES) or is_handle(cls): return None
-    if issubclass(cls, LazyList): return LAZY
     if issubclass(cls, _CONSTANTS):
         has_attributes = issubclass(cls, (tuple,frozenset)) and cls.__dictoffset__
         return ATTRIBUTES if has_attributes else CONSTANT

@@ -15,7 +15,7 @@ import numpy as np, torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
-from .columns import holds_any
+from .columns import holds_any, stand_ins
 from .handles import reducer_of
 from .models import load_script
 from .reducers import copies, load_array, load_storage, own_array, set_decorated
@@ -103,8 +103,7 @@ class RankPickler(KnownPickler):
 def dump(
     obj,            # The object to pickle
     known=None,     # id -> key of objects that the loading process has, too
-    columns=None,   # A `ColumnCache`, if `long_lists` are to be pickled as columns
-    long_lists=(),  # As of `Places.long_lists`, of what `obj` holds
+    long_lists=(),  # Those in `obj` that are pickled as columns, as of `Places.long_lists`
     pickler=None,   # Default: `Pickler`, or with `known` a `KnownPickler`
     with_grads=True, # False: without gradients and hooks of tensors
     blank=() # Addresses in C of storages that are loaded without their bytes
@@ -118,7 +117,7 @@ def dump(
     with no_collection():
         others = _replacements.get() or {}
         long_lists = [o for o in long_lists if not holds_any(o, others)]
-        replaced = columns.stand_ins(long_lists) if columns and long_lists else []
+        replaced = stand_ins(long_lists)
         p.dump([stand_in for _,stand_in in replaced])
         if replaced:
             memo = p.memo.copy()
@@ -290,7 +289,7 @@ class _Copier(KnownPickler):
         key = id(o)
         if key in self.known: return key
         if not isinstance(o, (types.FunctionType,types.ModuleType,type)): return None
-        if getattr(o, '__module__', None) in _OWN_MODULES: return None
+        if o is load_array or getattr(o, '__module__', None) in _OWN_MODULES: return None
         self.known[key] = o
         return key
 

@@ -73,6 +73,7 @@ def _(tensor, pickler):
         # what torch leaves out
         more = _gradient_and_hooks(tensor) if pickler.with_grads and tensor.is_leaf else {}
     if res[0] is torch._utils._rebuild_sparse_tensor: res = load_sparse,*res[1:]
+    if res[0] is torch._utils._rebuild_tensor_v3: res = load_untyped,*res[1:]
     return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
 
 ZEROS = 'zeros'         # in the place of a gradient of zeros
@@ -96,6 +97,12 @@ class NextHook:
     def __reduce__(self): return number_hooks_from, (RemovableHandle.next_id,)
 
 def number_hooks_from(n): RemovableHandle.next_id = max(RemovableHandle.next_id, n)
+
+def load_untyped(storage, offset, shape, strides, requires_grad, hooks, dtype, *more):
+    "As torch's `_rebuild_tensor_v3`, of float8 and large unsigned integers, for an untyped storage"
+    t = torch.empty(0, dtype=dtype, device=storage.device).set_(storage, offset, shape, strides)
+    t.requires_grad,t._backward_hooks = requires_grad,hooks
+    return t
 
 def load_sparse(layout, data):
     "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
@@ -183,6 +190,13 @@ def _(cell, pickler):
 def new_cell(): return types.CellType()
 def fill_cell(cell, state): cell.cell_contents, = state
 
+def memory_of_storage(storage):
+    "Return the bytes of a storage on the CPU as an object with the buffer protocol"
+    # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
+    res = (ctypes.c_char*storage.nbytes()).from_address(storage.data_ptr())
+    res.storage = storage       # alive as long as the buffer
+    return res
+
 @reduces(torch.UntypedStorage)
 def _(storage, pickler):
     "Pickle the bytes of a storage as a buffer, together with its device as text, see above"
@@ -192,9 +206,7 @@ def _(storage, pickler):
     device = _noted_devices.get(storage, own)
     if not storage.nbytes(): return load_storage, (b'', device)
     if storage._cdata in pickler.blank: return torch.UntypedStorage, (storage.nbytes(),)
-    # not `Tensor.numpy`, after which the tensor couldn't be enlarged any more, here as well
-    as_bytes = (ctypes.c_char*on_cpu.nbytes()).from_address(on_cpu.data_ptr())
-    as_bytes.storage = on_cpu       # alive as long as the buffer
+    as_bytes = memory_of_storage(on_cpu)
     as_bytes.copied = weakref.ref(storage)
     return load_storage, (pickle.PickleBuffer(as_bytes), device)
 

@@ -11,7 +11,6 @@ from contextlib import ExitStack
 from ..base.errors import NotPicklable
 from ..base.rng import CommonRNG
 from .blame import not_picklable
-from .columns import ColumnCache
 from .patches import collect_patches
 from .pickling import dump, without_frames
 from .reducers import NextHook
@@ -65,11 +64,10 @@ def dump_snapshot(
     obj, # The learner, its callbacks, the call: a dict
     roots, # Path -> object, most telling first: where to look for what can't be pickled
     *contexts, # Context managers inside which the learner is as it is to be pickled
-    columns=None, # `ColumnCache` that the snapshots of one block share
     **kwargs # Of `dump`
 ):
     "Return a `Payload` of `obj`, random streams and patches; raises `NotPicklable`"
     obj = dict(rng=CommonRNG.capture().state(), **obj)
     with ExitStack() as stack:
         for o in contexts: stack.enter_context(o)
-        return dump_with_patches(obj, roots, columns=columns or ColumnCache(), **kwargs)
+        return dump_with_patches(obj, roots, **kwargs)

@@ -4,6 +4,7 @@ import pytest, torch
 from fastai.optimizer import Adam
 from fastddp.all import CantDistribute, InProcess
 from fastddp.fastai2.resume import checkpoint_path, read_checkpoint, structure_of, write_checkpoint
+from fastddp.payload.pieces import PieceFile
 from parity import learner, mlp
 
 DAMAGES = {
@@ -54,6 +55,10 @@ def test_damage_is_found(trained):
     assert n_found > 200        # not what is behind the file, 50 times
 
 
+def run_of(path):
+    with PieceFile(path) as f: return f.header['run']
+
+
 def test_what_takes_the_place_of_a_file_is_on_the_disk(trained, monkeypatch):
     "And of its owner only; a file that was prepared under a name that can be guessed is not followed"
     path, done = checkpoint_path(trained), []
@@ -63,7 +68,7 @@ def test_what_takes_the_place_of_a_file_is_on_the_disk(trained, monkeypatch):
     sync, replace = os.fsync, os.replace
     monkeypatch.setattr(os, 'fsync', lambda fd: (done.append(os.readlink(f'/proc/self/fd/{fd}')), sync(fd)))
     monkeypatch.setattr(os, 'replace', lambda a, b: (done.append((str(a), str(b))), replace(a, b)))
-    write_checkpoint(path, structure_of(trained), [])
+    write_checkpoint(path, structure_of(trained), run_of(path), [])
     monkeypatch.undo()
     tmp, *_, last = done
     assert done == [tmp, (str(path), f'{path}.1'), (tmp, str(path)), last] and last == str(path.parent)
@@ -76,7 +81,7 @@ def test_a_write_that_fails_leaves_nothing(trained, monkeypatch):
     whole = path.read_bytes()
     def full(fd): raise OSError(28, 'No space left on device')
     monkeypatch.setattr(os, 'fsync', full)
-    with pytest.raises(OSError): write_checkpoint(path, structure_of(trained), [])
+    with pytest.raises(OSError): write_checkpoint(path, structure_of(trained), run_of(path), [])
     assert path.read_bytes() == whole and len([*path.parent.iterdir()]) == 2
 
 
@@ -97,7 +102,7 @@ def test_weights_alone_are_read_without_a_pickle(trained, tmp_path):
     evil, tensors = pickle.dumps(Evil(done)), dict(trained.model.named_parameters())
     buffers = [bytearray(t.detach().numpy().tobytes()) for t in tensors.values()]
     views = {k: torch.frombuffer(b, dtype=t.dtype).view(t.shape) for (k, t), b in zip(tensors.items(), buffers)}
-    write_checkpoint(path, structure_of(trained), [(evil, []), (evil, buffers), (evil, [])], views)
+    write_checkpoint(path, structure_of(trained), run_of(path), [(evil, []), (evil, buffers), (evil, [])], views)
     new = make(tmp_path)
     assert weights(new) != weights(trained)
     new.distrib_load()

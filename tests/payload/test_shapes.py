@@ -1,5 +1,5 @@
 """Data of many small pieces travels as columns: it arrives as it was, trains as in one process, and never stale."""
-import copy, ctypes, json, pickle
+import ctypes, json
 from pathlib import Path
 from types import SimpleNamespace
 import numpy as np, pandas as pd, pytest, torch
@@ -11,8 +11,6 @@ from fastai.data.core import Pipeline, Transform
 from fastcore.foundation import L
 from fastcore.test import equals
 from PIL import Image
-from fastddp.payload import columns as columns_module
-from fastddp.payload.columns import ColumnCache, LazyList
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.places import Places
 from parity import assert_same, fit_both, learner, seed, alone_like, warm
@@ -42,16 +40,6 @@ SHAPES = {
     'tensors': (lambda x, y: x.clone(), lambda o: (o, (o.sum() > 0).long()))}
 
 
-# what is made when it is asked for
-LAZY = {'tensors of their own', 'tensors of a class', 'paths and labels'}
-
-
-@pytest.fixture(autouse=True)
-def few_are_many(monkeypatch):
-    "As if they needed more memory than is made at once"
-    monkeypatch.setattr(columns_module, '_MAX_PLAIN', 0)
-
-
 def made(shape): return [SHAPES[shape][0](x, y) for x, y in zip(xs(), ys())]
 
 
@@ -62,9 +50,9 @@ class Items:
     def __getitem__(self, i): return SHAPES[self.shape][1](self.items[i])
 
 
-def packed(o, columns=None):
+def packed(o):
     "`o` as a worker has it"
-    return load(*dump(o, columns=columns or ColumnCache(), long_lists=long_lists(o)).copied())
+    return load(*dump(o, long_lists=long_lists(o)).copied())
 
 
 def long_lists(o):
@@ -80,29 +68,12 @@ def same(a, b):
 
 @pytest.mark.few(5)
 @pytest.mark.parametrize('shape', SHAPES)
-def test_a_list_is_a_list_over_a_column(shape):
+def test_a_long_list_is_a_list(shape):
     items = made(shape)
     p = packed(dict(items=items, again=[items], many=L(items, use_list=None)))
     o = p['items']
     assert p['again'][0] is o and p['many'].items is o
-    assert isinstance(o, list) and (type(o) is LazyList) == (shape in LAZY)
-    assert same(list(o), items) and same(list(o), items) and same(o[3], items[3]) and same(o[-1], items[-1])
-    assert same(o[5:9], items[5:9]) and same(o[9:2:-3], items[9:2:-3])
-    assert same(list(p['many'][[4, 2]]), [items[4], items[2]])
-    with pytest.raises(IndexError): o[N]
-    for other in pickle.loads(pickle.dumps(o)), copy.deepcopy(o), copy.copy(o), o.copy(), o*1, o+[], []+o:
-        assert type(other) is list and same(other, items)
-    del o[0]
-    o.append(items[0])
-    assert same(list(o), items[1:]+items[:1])
-
-
-def test_a_list_that_changed_goes_again():
-    columns, items = ColumnCache(), made('paths and labels')
-    def put(): items[7] = Path('b'), '1'
-    for change in list, put, items.pop, lambda: items.extend(items[:9]):
-        change()
-        assert list(packed(items, columns)) == items
+    assert type(o) is list and same(o, items)
 
 
 def test_tuples_stay_tuples():
@@ -113,20 +84,16 @@ def test_tuples_stay_tuples():
 @pytest.mark.parametrize('shape', ['tensors of their own', 'tensors of a class', 'tensors'])
 def test_short_lists_of_tensors_are_plain_lists_made_of_one_buffer_each(shape):
     items = made(shape)[:200]
-    assert len(dump(items, columns=ColumnCache(), long_lists=long_lists(items)).buffers) < 10
+    assert len(dump(items, long_lists=long_lists(items)).buffers) < 10
     o = packed(dict(a=items, again=items))
     assert type(o['a']) is list and o['a'] is o['again'] and same(o['a'], items)
 
 
-def test_a_tensor_of_a_list_is_no_view_and_an_item_that_was_read_stays():
+def test_a_tensor_of_a_list_is_no_view():
     for shape in 'tensors of their own', 'tensors':
         o = packed(made(shape))
-        first = o[3][0] if shape in LAZY else o[3]
+        first = o[3] if shape == 'tensors' else o[3][0]
         first += torch.ones(4, requires_grad=True)      # refused by autograd for what `unbind` returns
-        assert o[3] is o[3] and o[3-N] is o[3] and o[2:5][1] is o[3] and list(o)[3] is o[3]
-        kept = o[3]
-        o.append(o[0])
-        assert o[3] is kept and o[-1] is o[0]
 
 
 def test_a_closed_image_is_named():
@@ -201,7 +168,7 @@ def test_it_trains_as_in_one_process_also_what_was_changed_in_place(shape, launc
     before = [p.clone() for p in learn.model.parameters()]
     cb = Has()
     assert_same(*fit_both(learn, 2, launcher, 1, cbs=[cb]))
-    assert cb.kind == ('LazyList' if shape in LAZY else 'list')
+    assert cb.kind == 'list'
     assert cb.shared == shape.startswith('tensors')
     CHANGES[shape](learn.dls.train_ds.items)
     for p, old in zip(learn.model.parameters(), before): p.data.copy_(old)
@@ -291,14 +258,7 @@ class InC(Callback):
 
 @pytest.mark.parametrize('items', [[f'{i}.jpg' for i in range(20_000)], [(f'{i}', i%2) for i in range(20_000)]],
                          ids=['texts', 'tuples'])
-def test_c_code_takes_a_list_for_one(items, launcher, monkeypatch):
-    monkeypatch.undo()
+def test_c_code_takes_a_list_for_one(items, launcher):
     learn = learner(train=8, valid=2, cbs=InC(items))
     learn.distrib_fit(1, nprocs=2, launcher=launcher)
     assert learn.in_c.seen == (20_000, 20_000) and learn.in_c.items is items
-
-
-def test_c_code_that_refuses_a_long_list_is_explained():
-    learn = learner(train=8, valid=2, cbs=InC([f'{i}.jpg' for i in range(20_000)]))
-    with pytest.raises(TypeError, match=r'What to do: In a worker a list .* call them with list\(...\) of it'):
-        learn.distrib_fit(1, nprocs=2)
