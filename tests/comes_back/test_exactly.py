@@ -326,3 +326,46 @@ def test_a_job_refuses_a_learner_that_was_changed_meanwhile(what):
     if what is None: return job.result()
     CHANGED[what](learn)
     with pytest.raises(CantDistribute, match='were changed since it began'): job.result()
+
+
+# around each number that payload/ has: items of a column, bytes of small memory, of pages, of a block
+COUNTS = 1, 99, 100, 101, 999, 1000, 1001, 9_999, 10_000, 10_001
+BYTES = 1, 4_095, 4_096, 4_097, 2**20-1, 2**20, 2**20+1, 2**24-1, 2**24+1
+MADE = dict(tensors=lambda n: [torch.zeros(2) for _ in range(n)], dicts=lambda n: [{} for _ in range(n)],
+            numbers=lambda n: [0]*n, texts=lambda n: ['']*n, pairs=lambda n: [('', 0)]*n, table=lambda n: torch.zeros(n, 2),
+            array=lambda n: np.zeros(n), data=lambda n: bytearray(n), stream=lambda n: io.BytesIO(bytes(n)))
+
+
+class OfSizes(Callback):
+    "Changes one element of each of its members, anywhere"
+    def __init__(self, seed, large=0):
+        rng = np.random.default_rng(seed)
+        kinds = [*MADE]
+        self.rng, self.made = rng, []
+        for _ in range(8):
+            kind = kinds[rng.integers(len(kinds))]
+            n = int(rng.choice(COUNTS if kinds.index(kind) < 5 else BYTES))
+            self.made.append((kind, MADE[kind](n)))
+        if large: self.made.append(('array', np.zeros(large//8)))
+    def after_epoch(self):
+        for kind, o in self.made:
+            n = len(o.getvalue()) if kind == 'stream' else len(o)
+            i = int(self.rng.integers(n))
+            if kind in ('tensors', 'table', 'array'): o[i] += 1
+            elif kind == 'dicts': o[i]['n'] = o[i].get('n', 0)+1
+            elif kind == 'stream': o.seek(i), o.write(b'x')
+            else: o[i] = dict(numbers=1, texts='x', pairs=('x', 1), data=1)[kind]
+
+
+@pytest.mark.parametrize('seeds', long_but([range(6), range(6, 60)], range(6)), ids=['few', 'many'])
+def test_no_size_is_a_limit(seeds, launcher):
+    wrong = []
+    for i in seeds:
+        learn = learner(train=16, valid=4, cbs=(cb := OfSizes(i, 200_000_000 if i % 30 == 0 else 0)))
+        local = OfSizes(i, 200_000_000 if i % 30 == 0 else 0)
+        with learn.distrib_ctx(nprocs=2, launcher=launcher):
+            for n in 1, 2:
+                learn.fit(n)
+                for _ in range(n): local.after_epoch()
+                if plain([o for _, o in cb.made]) != plain([o for _, o in local.made]): wrong.append((i, n))
+    assert wrong == []

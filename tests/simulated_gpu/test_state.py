@@ -182,3 +182,64 @@ def test_a_fit_that_goes_on_from_a_checkpoint(tmp_path):
         learn.distrib_resume(*(['distrib'] if from_file else []))
         assert {t.device for t in cb.tensors()} == places(learn) == {gpu(1)} and learn.epoch == 2
         learn.fit(1)
+
+
+class Keeps(Callback):
+    "The weights of rank 0 at the end of the fit"
+    order = 10_000
+    def after_fit(self): self.at_end = [t.detach().cpu().clone() for t in self.model.state_dict().values()]
+
+
+@pytest.mark.parametrize('n_classes', long_but([1, 2, 3, 4], 2))
+@on_gpus()
+def test_all_that_trains_comes_back(n_classes):
+    "Bit by bit: the 32-bit sum of a bias of two classes is the same after one fit in ten"
+    from fastai.optimizer import Adam
+    for i in range(6):
+        torch.manual_seed(i)
+        model = nn.Sequential(nn.Flatten(), nn.Linear(36, n_classes))
+        loss = lambda p, y: ((p-(y % n_classes)[:, None].float())**2).mean()
+        learn = learner(model=model, loss=loss, opt_func=Adam, lr=.01*(i+1), cbs=Keeps(), n_train=12, metrics=None)
+        learn.distrib_fit(1)
+        assert all(torch.equal(a, b.cpu()) for a, b in zip(learn.keeps.at_end, model.state_dict().values())), i
+
+
+class Banks(Callback):
+    "Tensors of all kinds on the GPU, in a list longer than any limit was; one is changed"
+    def before_fit(self):
+        if hasattr(self, 'bank'): return
+        self.bank = [torch.zeros(2, device=self.dls.device) for _ in range(150)]
+        self.kinds = [torch.zeros(2, dtype=d, device=self.dls.device) for d in (
+            torch.uint8, torch.int64, torch.float16, torch.bfloat16, torch.float64, torch.bool)]
+    def after_epoch(self):
+        self.bank[140] += 1
+        for t in self.kinds: t.fill_(1)
+
+
+@on_gpus()
+def test_banks_on_a_gpu():
+    learn = learner(cbs=Banks(), n_train=12)
+    for n in 1, 2:
+        learn.distrib_fit(1)
+        assert learn.banks.bank[140].tolist() == [n, n] and not learn.banks.bank[0].any()
+        assert all(t.all() for t in learn.banks.kinds)
+
+
+class Items:
+    "A data set over tensors on the GPU"
+    def __init__(self, items): self.items = items
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return self.items[i].cpu(), torch.tensor(i % 5)
+
+
+class Writes(Callback):
+    def after_epoch(self): self.dls.train_ds.items[3].add_(1)
+
+
+@on_gpus()
+def test_items_on_a_gpu():
+    learn = learner(cbs=Writes(), n_train=12)
+    items = [torch.zeros(1, 6, 6, device=gpu()) for _ in range(12)]
+    learn.dls = DataLoaders.from_dsets(Items(items), Items(items[:2]), bs=3, device=gpu(), num_workers=0)
+    learn.distrib_fit(1)
+    assert learn.dls.train_ds.items[3].mean() == 1 and learn.dls.train_ds.items[3].device == gpu()
