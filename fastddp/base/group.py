@@ -6,16 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, gc, inspect, itertools, json, math, os, socket, sys, threading
+import datetime, errno, functools, gc, inspect, itertools, math, os, socket, sys, threading
 import time, weakref
-from collections import OrderedDict
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
-from operator import attrgetter
 
-import numpy as np, torch, torch.distributed as dist
+import torch, torch.distributed as dist
 from fastcore.basics import noop
-from fastcore.foundation import L
+from torch.utils._pytree import tree_map_only
 
 # Other modules call `group.n_gpus()` and `group.use_device()`, and tests replace them here
 from .device import accelerator_type, current_device, is_accelerator, n_gpus, use_device
@@ -319,112 +317,24 @@ def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
-# A message is text, JSON, and the bytes of tensors and arrays behind it. In the text a value that
-# JSON lacks is a dict of one entry: the name of its kind, and the arguments with which it is made
-# again. These kinds are made by their own constructors:
-_ARGS = {**dict.fromkeys([tuple, set, L], lambda o: [[*o]]),
-         **dict.fromkeys([dict, OrderedDict], lambda o: [[*map(list, o.items())]]),
-         **dict.fromkeys([range, slice], attrgetter('start', 'stop', 'step')),
-         complex: attrgetter('real', 'imag')}
-_PLAIN = {type(None),bool,int,float,str}
-
-def _dumps(o):
-    "Return `o` as bytes, with tensors of any device, and named tuples as tuples"
-    buffers = []
-    end = 0
-    def at(data):
-        nonlocal end
-        buffers.append(data)
-        start,end = end,end+len(data)
-        return start,end
-    def plain(o):
-        kind = tuple if isinstance(o, tuple) else type(o)
-        if kind in _PLAIN: return o
-        if kind is list: return o if {*map(type, o)} <= _PLAIN else [*map(plain, o)]
-        if kind in _ARGS: return {kind.__name__: [*map(plain, _ARGS[kind](o))]}
-        if kind in (bytes,bytearray): return {kind.__name__: at(o)}
-        if isinstance(o, torch.Tensor):
-            cls = torch.Tensor if isinstance(o, torch.nn.Parameter) else kind
-            return dict(tensor=[cls.__module__, cls.__name__, str(o.dtype), o.shape,
-                                *at(bytes_of(o).cpu().numpy())])
-        if isinstance(o, np.generic): return dict(scalar=[plain(np.asarray(o))])
-        if kind is np.ndarray and o.dtype.hasobject:
-            return dict(objects=[o.shape, plain(o.ravel().tolist())])
-        if kind is np.ndarray:
-            dtype = np.lib.format.dtype_to_descr(o.dtype)
-            return dict(array=[plain(dtype), o.shape, *at(o.tobytes())])
-        raise TypeError("ranks exchange tensors and plain values, no "
-                        f"{kind.__module__}.{kind.__qualname__}")
-    text = json.dumps(plain(o)).encode()
-    return b''.join([len(text).to_bytes(8, 'little'), text, *buffers])
-
-def _loads(data):
-    "Return what `_dumps` was given, on the CPU; whatever `data` is, no other code runs"
-    data = memoryview(data)
-    text_end = 8+int.from_bytes(data[:8], 'little')
-    def buffer(start, end): return bytearray(data[text_end:][start:end])
-    def tensor(module, name, dtype, shape, *where):
-        # not by `getattr`: some modules import what is asked for
-        cls = vars(sys.modules[module])[name]
-        kind = vars(torch)[dtype.removeprefix('torch.')]
-        raw = buffer(*where)
-        flat = torch.frombuffer(raw, dtype=kind) if raw else torch.empty(0, dtype=kind)
-        return flat.reshape(shape).as_subclass(cls)     # raises for other classes
-    def array(dtype, shape, *where):
-        # raises for objects
-        return np.ndarray(shape, np.lib.format.descr_to_dtype(dtype), buffer(*where))
-    def objects(shape, values):
-        res = np.empty(len(values), object)
-        res[:] = values
-        return res.reshape(shape)
-    make = dict(tensor=tensor, array=array, objects=objects, scalar=lambda o: o[()],
-                bytes=lambda *where: bytes(buffer(*where)), bytearray=buffer)
-    make |= {kind.__name__:kind for kind in _ARGS}
-    def value(entry):
-        (kind,args), = entry.items()
-        return make[kind](*args)
-    return json.loads(bytes(data[8:text_end]), object_hook=value)
-
-# %% ../../nbs/base/009_group.ipynb #e4997c23
-def _gather_bytes(
-    raw,  # This rank's, as a flat tensor (uint8)
-    sizes # Number of bytes of each rank
-):
-    "Return the `raw` of every rank, on `comm_device()`"
-    padded = torch.zeros(max(1, *sizes), dtype=torch.uint8, device=comm_device())
-    padded[:len(raw)] = raw
-    return [part[:n] for part,n in zip(_all_gather(padded), sizes)]
+def _on_cpu(o):
+    return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), o)
 
 def all_gather_object(
-    o # Tensors, arrays, numbers and strings, in lists, tuples and dicts
+    o # What pickle takes: tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "Return the `o` of every rank as a list, in rank order, with tensors on the CPU"
-    data = _dumps(o)
-    if _is_alone(): return [_loads(data)]
-    sizes = [*map(int, _all_gather(torch.tensor([len(data)], device=comm_device())))]
-    parts = _gather_bytes(torch.frombuffer(bytearray(data), dtype=torch.uint8), sizes)
-    return [_loads(part.cpu().numpy()) for part in parts]
-
-# %% ../../nbs/base/009_group.ipynb #10b66a4b
-_PART = 2**26      # bytes of an object that are on a GPU at a time
+    if _is_alone(): return [_on_cpu(o)]
+    res = [None]*world_size()
+    dist.all_gather_object(res, _on_cpu(o))
+    return res
 
 def from_rank0(o):
-    """Return the `o` of rank 0, on every rank, with tensors on the CPU: what `all_gather_object`
-    takes"""
-    data = _dumps(o) if rank() == 0 else b''
-    if _is_alone(): return _loads(data)
-    size = torch.tensor([len(data)], device=comm_device())
-    _broadcast(size)
-    whole = torch.frombuffer(bytearray(data or int(size)), dtype=torch.uint8)
-    for part in whole.split(_PART):
-        sent = part.to(comm_device())
-        _broadcast(sent)
-        if rank(): part.copy_(sent)
-    return _loads(whole.numpy())
-
-def _broadcast(t):
-    "Set `t`, a tensor on `comm_device()`, in place to that of rank 0"
-    with until_released([t]): dist.broadcast(t, 0)
+    "Return the `o` of rank 0, on every rank, with tensors on the CPU"
+    if _is_alone(): return _on_cpu(o)
+    res = [_on_cpu(o) if rank() == 0 else None]
+    dist.broadcast_object_list(res, 0)
+    return res[0]
 
 # %% ../../nbs/base/009_group.ipynb #15813590
 def all_gather_tensors(
@@ -437,7 +347,10 @@ def all_gather_tensors(
     sizes = [[math.prod(shape)*t.element_size() for t,shape in zip(tensors, of_rank)]
              for of_rank in shapes]
     raw = torch.cat([bytes_of(t).to(comm_device()) for t in tensors])
-    parts = _gather_bytes(raw, [sum(o) for o in sizes])
+    ends = [sum(o) for o in sizes]
+    padded = raw.new_zeros(max(1, *ends))
+    padded[:len(raw)] = raw
+    parts = [part[:n] for part,n in zip(_all_gather(padded), ends)]
     def tensors_in(part, ns, shapes):
         return [data.clone().view(t.dtype).reshape(shape)       # the clone's memory is aligned
                 for data,t,shape in zip(part.split(ns), tensors, shapes)]

@@ -265,13 +265,6 @@ def unpack(
     return learn, obj['cbs'], obj['call']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #f76c7a78
-_MAX_METRIC_BYTES = 2**20       # that an attribute of a metric collects, to be sent back
-
-def nbytes_in(v):
-    "Return the bytes of tensors and arrays that a value is, or that it holds as a container"
-    items = v.values() if isinstance(v, dict) else v if isinstance(v, (list,tuple,set)) else ()
-    return getattr(v, 'nbytes', 0) if not items else sum(map(nbytes_in, items))
-
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0, or in a copy of it"
     def __init__(self, learn,
@@ -286,8 +279,7 @@ class Changes:
     def _of_user(self, v, holder):
         "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
         if isinstance(v, Sharded): return original(v)
-        is_large = isinstance(holder, Metric) and nbytes_in(v) > _MAX_METRIC_BYTES
-        return LEFT_OUT if is_large or is_ours(v) or holds(self.temporary, v) else v
+        return LEFT_OUT if is_ours(v) or holds(self.temporary, v) else v
     def capture(self,
         rng, # The state of the random streams that all ranks have in common
         weights=True, # False after a validation

@@ -165,15 +165,13 @@ def on_gpu():
     "Return the storages on a GPU that this process has loaded"
     return [s for s in _noted_devices if s.device.type != 'cpu']
 
-_MAX_ROOT = 2**26       # bytes; of a larger array, a view is pickled as an array of its own
-
 @reduces(np.ndarray)
 def _(a, pickler):
     "Pickle a view together with the array whose memory it shows"
     root = a
     while isinstance(root.base, np.ndarray): root = root.base
     is_view = (root is not a and type(root) is np.ndarray and not a.dtype.hasobject
-               and root.flags.c_contiguous and root.nbytes <= _MAX_ROOT)
+               and root.flags.c_contiguous)
     if type(a) is not np.ndarray or not is_view: return NotImplemented
     offset = a.__array_interface__['data'][0]-root.__array_interface__['data'][0]
     return load_view, (root, offset, a.shape, a.strides, a.dtype)
