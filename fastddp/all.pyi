@@ -36,7 +36,7 @@ class Learner(_Learner):
         """Compare `steps` training steps on N workers with one process over the same global batches,
         without what is expected to differ: dropout, augmentation, on the CPU batch norm."""
 
-    def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs) -> ContextManager[Learner]:
+    def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs) -> ContextManager[Learner]:
         """Run all training and inference of this learner inside the block on workers, which stay from
         call to call.
 
@@ -50,7 +50,6 @@ class Learner(_Learner):
             dls_factory=None: Called in every worker to make the DataLoaders
             launcher=None: Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
             see=(0,): Workers whose output is shown, or 'all'
-            see_load=True: In a notebook: a line with each worker's CPU, memory and GPU
             restarts=0: How often a failed fit continues after its last complete epoch
             timeout=1800: Seconds without a training step after which a fit is terminated
             wait=True: False: train in the background and return a job
@@ -70,29 +69,29 @@ class Learner(_Learner):
         unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
         the last finished batch. `distrib_resume()` continues the fit."""
 
-    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `fine_tune` on workers, one per GPU. Fine tune with `Learner.freeze` for `freeze_epochs`, then with `Learner.unfreeze` for `epochs`, using discriminative LR."""
 
-    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `fit` on workers, one per GPU. Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."""
 
-    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `fit_flat_cos` on workers, one per GPU. Fit `self.model` for `n_epoch` at flat `lr` before a cosine annealing."""
 
-    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `fit_one_cycle` on workers, one per GPU. Fit `self.model` for `n_epoch` using the 1cycle policy."""
 
-    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `fit_sgdr` on workers, one per GPU. Fit `self.model` for `n_cycles` of `cycle_len` using SGDR."""
 
-    def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True):
+    def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True):
         """Run `get_preds` on workers, one per GPU. Get the predictions and targets on the `ds_idx`-th dbunchset or `dl`, optionally `with_input` and `with_loss`"""
 
     def distrib_load(self, file = 'distrib'):
         """Put the weights of a checkpoint into the model, and nothing else. No code of the file runs.
         Returns the learner, as `learn.load`. Raises `CantDistribute` for another model's file."""
 
-    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
         """Run `lr_find` on workers, one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
 
     @property
@@ -109,8 +108,8 @@ what would make it faster. It is that of the longest call; `calls` has all of th
         at hand, which is kept. For another thread, such as that of a page's button. Returns True, or
         False if no call runs."""
 
-    def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True):
+    def distrib_tta(self, ds_idx = 1, dl = None, n = 4, item_tfms = None, batch_tfms = None, beta = 0.25, use_max = False, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True):
         """Run `tta` on workers, one per GPU. Return predictions on the `ds_idx` dataset or `dl` using Test Time Augmentation"""
 
-    def distrib_validate(self, ds_idx = 1, dl = None, cbs = None, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), see_load: bool = True, timeout: float = 1800, wait: bool = True):
+    def distrib_validate(self, ds_idx = 1, dl = None, cbs = None, *, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True):
         """Run `validate` on workers, one per GPU. Validate on `dl` with potential new `cbs`."""

@@ -325,7 +325,7 @@ learn.distrib_fit(1, nprocs=2)
 loads = [o for o in said if 'CPU' in o]
 assert loads and all(o.count('rank') == o.count(' GB') == 2 for o in loads) and said[-1] == '', said
 said.clear()
-learn.distrib_fit(1, nprocs=2, see_load=False)
+learn.distrib_fit(1, nprocs=2)
 assert not [o for o in said if 'CPU' in o], said
 load.StatusLine.show, load._PERIOD = show, 3.
 """}

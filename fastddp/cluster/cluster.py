@@ -158,7 +158,7 @@ class StandingLocal(Local):
     """The engine of a `Cluster`. After a failure, too, its workers stay, with the objects that jobs
     left there, if all ranks become idle again"""
     # cells that run in the workers change their settings and loggers
-    def settings(self): return {},[]
+    def settings(self): return {},[],''
     def display_of(self, r): return super().display_of(r)._replace(shell=True, logs=None)
     def after_success(self, job):
         """Keep the workers, without a timer. Leave the job's buffers to its objects in the workers,

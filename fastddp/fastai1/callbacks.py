@@ -361,7 +361,7 @@ def distributed_v1(learn,
         batches.close()             # backward passes of a validation are this rank's own
         sync.sync()
     # Made before `basic_train.validate` is replaced, since it calls fastai's own
-    validate = Validation(ranks, common, losses, before=before_validation)
+    validate = Validation(ranks, common, before_validation)
     counting = [_CountAll(learn, ranks, validate, cb) for cb in callbacks
                 if is_kind(cb, ['AccumulateScheduler'])]
     in_place = _in_place(learn, ranks, batches, validate, sync_bn and on_gpu, batch)

@@ -15,10 +15,9 @@ from fastcore.basics import noop, store_attr
 from ..base.rng import CommonRNG
 from .callbacks import KEEP_STATE, NOTE_PROGRESS, Ranks, as_rank, distributed_v1
 from .loaders import step_of
-from .snapshot import Changes, state_of, unpack
+from .snapshot import Changes, unpack
 from .validation import Validation
 from ..launch.training import Progress, cbs_of_rank, until_interrupted, whereabouts
-from ..shard.losses import Losses
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #7f809572
 class NoteProgress(Callback):
@@ -109,7 +108,7 @@ def validate_by_ranks(stop_requested, # True if this rank was asked to stop
     fit. All ranks call this, and get the same result"""
     common = CommonRNG.capture()
     ranks = Ranks(stop_requested)
-    validation = Validation(ranks, common, Losses(state_of=state_of))
+    validation = Validation(ranks, common)
     with as_rank(ranks, common): return validation(model, *args, **kwargs)
 
 def infer_job(ctx, obj):

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .session import Session
-from ..launch.options import ITEMS, Options, suggest_names
+from ..launch.options import ITEMS, SEE_LOAD, Options, suggest_names
 from ..launch.session import distrib_block, session_of
 from ..shard.losses import check_loss
 
@@ -30,7 +30,6 @@ def distrib_ctx(self:Learner,
     loss:str='auto', # How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Workers whose output is shown, or 'all'
-    see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # How often a failed fit begins again, with new workers
     timeout:float=1800, # Seconds without a training step after which a fit is terminated
     **unknown # Refused, with a suggestion
@@ -47,7 +46,8 @@ def distrib_ctx(self:Learner,
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
-OPTIONS = Options(Learner.distrib_ctx, unsupported=dict.fromkeys(('wait','checkpoint'), _FOR_2))
+OPTIONS = Options(Learner.distrib_ctx,
+                  unsupported=dict.fromkeys(('wait','checkpoint'), _FOR_2) | dict(see_load=SEE_LOAD))
 suggest_names(Learner)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81

@@ -13,12 +13,13 @@ from ..base.rng import CommonRNG
 from ..base.scoped import without_attrs
 from .loaders import (
     old_numpy, own_loader, pickle_preloaders, set_text_order, text_order, torch_dl)
-from ..launch.callback_code import sent_with_less
+from ..launch.unsent import sent_with_less
 from ..launch.training import is_ours, keep_weights, new_tensors, warn_of_lost
 from ..payload.changes import apply as apply_changes, dump_changes
 from ..payload.kinds import per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.places import Places
+from ..payload.reducers import is_handle
 from ..payload.sending import dump_snapshot
 from ..payload.state import hooks_of, move_opt_state
 from ..shard.loss import loss_module
@@ -127,7 +128,7 @@ def _of_user(v, holder):
     "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
     if isinstance(v, DeviceDataLoader): return own_loader(v)
     if isinstance(v, Sharded): return original(v)
-    return LEFT_OUT if is_ours(v) else v
+    return LEFT_OUT if is_ours(v) or is_handle(type(v)) else v
 
 class Changes:
     "What a job has changed in a learner since this was made; on rank 0"

@@ -5,116 +5,17 @@
 # %% auto #0
 __all__ = []
 
-# %% ../../nbs/fastai1/802_validation.ipynb #92eb0bc5
-import contextlib, dis, inspect
-from typing import NamedTuple
+# %% ../../nbs/fastai1/802_validation.ipynb #52e063e5
+from contextlib import nullcontext
 
-import numpy as np, torch
 from fastai import basic_train
-from fastai.callback import AverageMetric, Callback, CallbackHandler
-from fastai.core import first_el, is_listy
+from fastai.callback import AverageMetric, CallbackHandler
 from fastcore.basics import noop, store_attr
 
-from ..base import group
-from ..base.scoped import set_entries, with_attrs
-from .loaders import is_lm, own_loader, shard, torch_dl
-from ..launch.callback_code import in_validation, instructions_of
-from ..shard.sharded import original
-from ..shard.torch_loader import plan_torch, torch_bs
-from ..shard.trees import on_cpu, turns_of_ranks
+from ..base.scoped import with_attrs
+from .loaders import own_loader
 
-# %% ../../nbs/fastai1/802_validation.ipynb #91e0cbc3
-def adds_up(m # A metric of a `CallbackHandler`, which is a callback
-):
-    "True if the state of the metric is a sum over batches, in its attributes `val` and `count`"
-    cls = type(m)
-    return isinstance(m, AverageMetric) and all(getattr(cls, k) is getattr(AverageMetric, k)
-                                                for k in ('on_epoch_begin','on_batch_end'))
-
-_OF_BATCH = 'batch_begin','batch_end'       # the events of a batch that v1 sends to metrics
-
-def events_of(m):
-    "Return the names of the events of a batch that the metric handles"
-    return [k for k in _OF_BATCH
-            if getattr(type(m), f'on_{k}', None) is not getattr(Callback, f'on_{k}')]
-
-# %% ../../nbs/fastai1/802_validation.ipynb #485215e0
-def may_read_input(m):
-    """True if the metric can read the inputs of a batch: a method for an event has a parameter
-    `last_input`, or uses all of its keyword arguments"""
-    def reads(f):
-        code = getattr(f, '__code__', None)
-        if code is None: return True
-        kinds = inspect.signature(f, follow_wrapped=False).parameters
-        if 'last_input' in kinds: return True
-        rest = [k for k,o in kinds.items() if o.kind in (o.VAR_KEYWORD,o.VAR_POSITIONAL)]
-        loads = (o for o in dis.get_instructions(code) if o.opname.startswith('LOAD'))
-        return any(o.argval in rest for o in loads)
-    return any(reads(getattr(type(m), f'on_{k}')) for k in events_of(m))
-
-# %% ../../nbs/fastai1/802_validation.ipynb #0bcc1157
-class _Kept(NamedTuple):
-    "What a replayed metric is shown of a batch, on the CPU"
-    last_input:object       # None: no metric reads it
-    last_output:object
-    last_target:object
-    last_loss:object
-
-class _KeepBatches(Callback):
-    "In the place of the metrics that don't add up, keeps this rank's batches for `_replay`"
-    def __init__(self, keeps_input): # A metric may read the inputs
-        store_attr()
-        self.batches = []
-    def on_batch_end(self, last_input, last_output, last_target, last_loss, **kwargs):
-        own_input = last_input if self.keeps_input else None
-        self.batches.append(on_cpu(_Kept(own_input, last_output, last_target, last_loss)))
-
-def _replay(handler, metrics,
-            kept # This rank's batches, of a `_KeepBatches`
-):
-    "Show the batches of all ranks to `metrics`, on every rank. A collective operation per batch"
-    for batch in turns_of_ranks([tuple(o) for o in kept]):
-        with contextlib.ExitStack() as undo:
-            set_entries(undo, handler.state_dict, train=False, **_Kept(*batch)._asdict())
-            for event in _OF_BATCH:
-                for m in metrics:
-                    if event in events_of(m): handler._call_and_update(m, event)
-
-# %% ../../nbs/fastai1/802_validation.ipynb #eb3f1b64
-def _sum_over_ranks(m # A metric that `adds_up`
-):
-    "Make the metric's sum and count those of all ranks. A collective operation"
-    vals,counts = zip(*group.all_gather_object([torch.as_tensor(m.val), int(m.count)]))
-    m.val = sum(o.double() for o in vals).float()
-    m.count = sum(counts)
-
-# %% ../../nbs/fastai1/802_validation.ipynb #16211711
-def has_state_of(model, bs):
-    """True if a module of `model` seems to keep a state with `bs` rows: an attribute or buffer with
-    `bs` in its shape. A wrong True costs only time, since each rank validates all of the loader.
-    Modules of fastai are left out, since they make a new state for a batch of another size"""
-    modules = [m for m in model.modules() if not type(m).__module__.startswith('fastai.')]
-    values = [v for m in modules for v in (*vars(m).values(), *m._buffers.values())]
-    tensors = [t for v in values for t in (v if isinstance(v, (list,tuple)) else [v])]
-    return any(isinstance(t, torch.Tensor) and t.ndim > 1 and bs in t.shape for t in tensors)
-
-# %% ../../nbs/fastai1/802_validation.ipynb #7be10c41
-_READ = {'last_input','last_output','last_target','last_loss'}
-_IN_VALIDATION = 'on_batch_begin','on_loss_begin','on_batch_end'
-
-def reads_validation(cb):
-    """Return True if a callback, not one of fastai's, reads batches of a validation, or what the
-    model makes of them. A wrong True costs only time"""
-    def is_users(k):
-        module = getattr(getattr(type(cb), k, None), '__module__', None)
-        return not (module or 'fastai.').startswith(('fastai.','fastddp.'))
-    found = instructions_of(type(cb), filter(is_users, _IN_VALIDATION), in_validation)
-    return any(o.opname.startswith('LOAD') and o.argval in _READ for o in found)
-
-_ALL_READ = ("{} reads the batches of a validation, so every worker validates all of them. "
-             "Faster: return first if `train` is False, or make it a metric.")
-
-# %% ../../nbs/fastai1/802_validation.ipynb #1a70db92
+# %% ../../nbs/fastai1/802_validation.ipynb #ff289efb
 class Validation:
     """Replaces `basic_train.validate` on a rank: a call on all ranks returns what one process would
     return, on each of them. Made for a fit (`distributed_v1`), or for one validation outside of
@@ -122,24 +23,11 @@ class Validation:
     def __init__(self,
                  ranks,      # `Ranks`: the connection to the other ranks
                  common,     # `CommonRNG` from which random numbers for the data are drawn
-                 losses,     # `Losses` of the fit
                  before=noop # Called first, but not for a validation within a validation
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # True while fastai's function validates this rank's batches
-    def _batches_depend(self, model, dl, loss_func, callbacks=()):
-        """Return True if each rank must validate all batches, the same on all ranks. A collective
-        operation"""
-        whole = original(torch_dl(dl))
-        if plan_torch(whole).how == 'refused' or is_lm(dl): return True
-        bs = torch_bs(whole)
-        reading = [type(cb).__name__ for cb in callbacks if reads_validation(cb)]
-        for name in reading: self.losses.print_once(_ALL_READ.format(name), name)
-        # A state may have other rows on another rank, and some callbacks are rank 0's only
-        depend = (bool(reading) or bool(bs) and has_state_of(model, bs)
-                  or bool(loss_func) and self.losses.validates_all(loss_func))
-        return self.ranks.all_reduce(depend)[0] > 0
+        self.is_running = False     # True while fastai's function validates
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None,
                  average=True, n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
@@ -147,50 +35,15 @@ class Validation:
         # A metric made under a launcher has a `world`, and would average in every batch
         for m in handler.metrics:
             if isinstance(m, AverageMetric): m.world = 0
-        # A callback validates within a validation, in a batch that other ranks may not have
+        # a callback validates within a validation: on this rank alone if it is rank 0's
         is_inner = self.is_running
         if not is_inner: self.before()
-        if is_inner or n_batch or self._batches_depend(model, dl, loss_func, handler.callbacks):
-            with self.common:
-                return self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar,
-                                            average, n_batch)
-        return self._in_turn(model, dl, loss_func, handler, pbar, average)
-    def _run(self, model, dl, loss_func, handler, metrics, pbar):
-        """Run fastai's own function over this rank's batches, with `metrics` instead of the
-        handler's; then meet the other ranks. Returns its result, and the batches' sizes"""
-        handlers_own = handler.on_batch_end
-        sizes = []
-        def on_batch_end(loss):
-            target = handler.state_dict['last_target']
-            sizes.append(first_el(target if is_listy(target) else [target]).shape[0])
-            return handlers_own(loss) or self.ranks.stop_requested()
-        def watched(*args):
-            return self.losses.watched(loss_func, False, lambda state: loss_func(*args))
-        running = with_attrs(self, is_running=True)
-        with running, with_attrs(handler, metrics=metrics, on_batch_end=on_batch_end):
-            results = self.fastai_validate(model, dl, loss_func and watched, handler, pbar,
-                                           average=False)
-        # A rank that was asked to stop has ended its loop. Here it stops all others, too
-        self.ranks.all_reduce()
-        # Ranks may have different numbers of batches. If a callback validates in each of them, and
-        # so draws from the common streams, these differ
-        self.common.set_state(group.from_rank0(self.common.state()))
-        return results, sizes
-    def _in_turn(self, model, dl, loss_func, handler, pbar, average):
-        "Validate this rank's batches, and put the ranks' results together. A collective operation"
-        own = shard(dl, group.rank(), group.world_size(), False, self.common)
-        summed = [m for m in handler.metrics if adds_up(m)]
-        others = [m for m in handler.metrics if not adds_up(m)]
-        keep = _KeepBatches(any(map(may_read_input, others)))
-        metrics = [*summed, keep] if others else summed
-        # This rank by itself, until it meets the others
-        results,sizes = self._run(model, own, loss_func, handler, metrics, pbar)
-        # All ranks together. They have the same metrics, so each comes to the same collectives
-        for m in summed: _sum_over_ranks(m)
-        if others: _replay(handler, others, keep.batches)
-        of_ranks = [*turns_of_ranks([*zip(results, sizes)])]
-        # The result, as fastai's own function returns it
-        results = [result for result,_ in of_ranks]
-        if not average: return results
-        sizes = np.array([size for _,size in of_ranks], dtype=np.float32)
-        return (torch.stack(results).numpy()*sizes).sum()/sizes.sum()
+        own_end = handler.on_batch_end
+        def on_batch_end(loss): return own_end(loss) or self.ranks.stop_requested()
+        with (nullcontext() if is_inner else self.common, with_attrs(self, is_running=True),
+              with_attrs(handler, on_batch_end=on_batch_end)):
+            res = self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar, average,
+                                       n_batch)
+        # a rank that was asked to stop has ended its loop; here it stops all others, too
+        if not is_inner: self.ranks.all_reduce()
+        return res

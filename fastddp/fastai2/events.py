@@ -9,8 +9,6 @@ __all__ = []
 from fastai.callback.core import Callback, _inner_loop
 from fastcore.basics import getcallable, noop
 
-from ..launch.callback_code import READS_ATTR, in_validation, instructions_of
-
 # %% ../../nbs/fastai2/703_events.ipynb #73fa6abe
 _FIRST = -1_000_000     # the order of a callback that comes before the user's
 
@@ -40,13 +38,8 @@ def runs_user_code(cb, event_name):
     return any((m or '').split('.')[0] not in ('fastai','fastcore','fastddp') for m in modules)
 
 # %% ../../nbs/fastai2/703_events.ipynb #b6c13e4d
-_OF_BATCH = {'pred','y','yb','xb','loss','iter'}
-_IN_VALIDATION = 'before_batch','after_pred','after_loss','after_batch'
+_OF_BATCH = 'before_batch','after_pred','after_loss','after_batch'
 
-def reads_validation(cb):
-    """Return True if a callback, not one of fastai's, reads predictions, targets or losses of the
-    batches of a validation"""
-    if not (cb.run and cb.run_valid): return False
-    events = [k for k in _IN_VALIDATION if runs_user_code(cb, k)]
-    found = instructions_of(type(cb), events, in_validation)
-    return any(o.opname in READS_ATTR and o.argval in _OF_BATCH for o in found)
+def handles_validation(cb):
+    "Return True if a callback, not one of fastai's, handles the batches of a validation"
+    return cb.run and cb.run_valid and any(runs_user_code(cb, k) for k in _OF_BATCH)

@@ -15,7 +15,8 @@ from torch.utils.data import DataLoader as TorchLoader
 
 from ..base import group
 from ..base.scoped import with_attrs
-from .events import reads_validation
+from .events import handles_validation
+from .metrics import how_reduced, metrics_of
 from .loaders import (
     dl_state, follow_original, is_lm, plan, rows_are_streams, set_dl_state, undivided)
 from ..launch.training import has_kind
@@ -57,14 +58,18 @@ def why_one_process(learn, # The learner that predicts
                      "from one process.")
     if rows_are_streams(dl, learn.model):
         return True,"the model keeps state from batch to batch (it has a `reset`)."
-    return bool(reader := reading_callback(learn)),reader
+    return bool(why := why_all(learn)),why
 
-def reading_callback(learn):
-    "Return a sentence about a callback that is to see all batches of a validation, or ''"
-    names = [cb.name for cb in learn.cbs if reads_validation(cb)]
+def why_all(learn):
+    "Return a sentence about what is to see all batches of a validation, or ''"
+    names = [cb.name for cb in learn.cbs if handles_validation(cb)]
+    if names:
+        return (f"learn.{names[0]} handles its batches. Faster: `run_valid = False`, or collect in "
+                "a Metric.")
+    names = [type(m).__name__ for m in metrics_of(learn) if how_reduced(m) is None]
     if not names: return ''
-    return (f"learn.{names[0]} reads its batches. Faster: `run_valid = False`, or collect in a "
-            "Metric.")
+    return (f"{names[0]} has a state that doesn't add up. Faster: a method `merge(states)` of the "
+            "metric.")
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):
@@ -163,10 +168,9 @@ def infer_in_group(learn, # A learner, the same on all ranks
 def _goes_over_all(learn, dl, n, fit):
     "Return True if each rank goes over all batches of `dl`"
     here,_ = why_one_process(learn, dl, n)
-    reader = reading_callback(learn)
-    if reader:
-        fit.losses.print_once(f"Each worker validates all batches, since {reader}", 'reader')
-    return here or bool(reader) or fit.losses.validates_all(learn.loss_func)
+    if why := why_all(learn):
+        fit.losses.print_once(f"Each worker validates all batches, since {why}", 'all')
+    return here or bool(why) or fit.losses.validates_all(learn.loss_func)
 
 # %% ../../nbs/fastai2/722_inference.ipynb #4c0d3a13
 def _new_from(common, dl):

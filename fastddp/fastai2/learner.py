@@ -25,7 +25,7 @@ from .resume import (
     UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.held_gpus import running_jobs
-from ..launch.options import ITEMS, Options, suggest_names
+from ..launch.options import ITEMS, SEE_LOAD, Options, suggest_names
 from ..launch.session import distrib_block
 from ..launch.training import is_ours, wants_no_lines
 from ..shard.losses import check_loss
@@ -46,7 +46,6 @@ def distrib_ctx(self:Learner,
     dls_factory=None, # Called in every worker to make the DataLoaders
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Workers whose output is shown, or 'all'
-    see_load:bool=True, # In a notebook: a line with each worker's CPU, memory and GPU
     restarts:int=0, # How often a failed fit continues after its last complete epoch
     timeout:float=1800, # Seconds without a training step after which a fit is terminated
     wait:bool=True, # False: train in the background and return a job
@@ -90,7 +89,8 @@ _OF_ACCELERATE = dict(
     gradient_accumulation_steps="Give the learner the callback GradientAccumulation(n_acc=...).",
     cpu="For workers on the CPU write gpus=[].",
     split_batches="To divide each batch write batch='global'.",
-    device_placement="Each worker has a GPU of its own; gpus= chooses them.")
+    device_placement="Each worker has a GPU of its own; gpus= chooses them.",
+    see_load=SEE_LOAD)
 
 OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS,
                   unsupported=_OF_ACCELERATE)

@@ -8,11 +8,11 @@ __all__ = []
 # %% ../../nbs/fastai2/708_metrics.ipynb #b5d2561a
 import contextlib, copy
 from functools import partial
-from typing import NamedTuple
+from itertools import chain, zip_longest
 
 import torch
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric, ValueMetric
-from fastai.metrics import CorpusBLEUMetric, Dice, DiceMulti, LossMetric
+from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossMetric
 from fastcore.foundation import L
 
 from ..base import group
@@ -20,8 +20,6 @@ from ..base.scoped import with_attrs
 from .batch import part_of, step_of
 from .events import OurCallback, _FIRST
 from ..shard.sharded import is_sharded, original
-from ..shard.trees import on_cpu, trees_of_ranks, turns_of_ranks
-from ..shard.whole import whole
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
 def _sum_over_ranks(values # One per rank: numbers, tensors, lists of numbers, or dicts of numbers
@@ -66,9 +64,21 @@ def merge_state(m):
     kinds = (int, float, torch.Tensor, list, dict)
     m.merge(group.all_gather_object({k:v for k,v in vars(m).items() if isinstance(v, kinds)}))
 
-def is_replayed(m):
-    "Return True if the metric `m` must see the batches of all ranks in their order"
-    return getattr(m, 'replay', False) or not hasattr(type(m), 'merge') and summed_attrs(m) is None
+def how_reduced(m):
+    "Return how the states of a metric on all ranks become one: 'sum', 'merge', 'join', or None"
+    cls = type(m)
+    if hasattr(cls, 'merge'): return 'merge'
+    if summed_attrs(m) is not None: return 'sum'
+    is_same = all(getattr(cls, k, None) is getattr(AccumMetric, k)
+                  for k in ('reset','accumulate','accum_values'))
+    return 'join' if is_same else None
+
+def join_state(m):
+    """Give an `AccumMetric` the predictions and targets of all ranks, which have had batches in
+    turn. A collective operation"""
+    of_ranks = group.all_gather_object(list(zip(m.preds, m.targs)))
+    turns = chain.from_iterable(zip_longest(*of_ranks))
+    m.preds,m.targs = map(list, zip(*filter(None, turns)))
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #37482173
 def metrics_of(learn):
@@ -80,40 +90,6 @@ def metrics_of(learn):
     return [*{id(m):m for m in found if isinstance(m, Metric)
               and type(m).accumulate is not AvgSmoothLoss.accumulate}.values()]
 
-# %% ../../nbs/fastai2/708_metrics.ipynb #547ef53d
-class KeptBatch(NamedTuple):
-    "What a replayed metric reads of a batch"
-    xb:tuple|None   # Inputs; None: no metric reads them
-    pred:object     # Predictions, of any structure
-    yb:tuple        # Targets
-    loss:object     # `learn.loss`
-
-class NotedInput(tuple):
-    "Stands for `learn.xb`, and notes whether it is read"
-    was_read = False
-    def __getitem__(self, i):
-        self.was_read = True
-        return super().__getitem__(i)
-    def __iter__(self):
-        self.was_read = True
-        return super().__iter__()
-
-def reads_input(m, learn):
-    "Return True if `m.accumulate` reads the inputs of a batch, or if that can't be seen"
-    if type(m).accumulate.__module__.startswith('fastai.'): return False    # none of fastai's does
-    xb = NotedInput(learn.xb)
-    try:
-        # without the `accumulate` of a `Phase`, below, which holds the learner
-        copied = copy.deepcopy(m, {id(m.accumulate): None})
-        with with_attrs(learn, xb=xb): type(m).accumulate(copied, learn)
-    except Exception: return True
-    return xb.was_read
-
-# %% ../../nbs/fastai2/708_metrics.ipynb #a24c2e32
-def run_metric(m, learn, batch):
-    "Have the metric `m` accumulate a `KeptBatch`"
-    with with_attrs(learn, **batch._asdict()), group.hidden(): type(m).accumulate(m, learn)
-
 # %% ../../nbs/fastai2/708_metrics.ipynb #af4ee933
 class Phase:
     """Computes the metrics of a training or validation phase over all ranks.
@@ -124,21 +100,12 @@ class Phase:
                        ^                      |
                        +------ resume() ------+   after a callback's own validation
 
-    While it runs, it replaces `accumulate` of the metrics. `gather_batch` and `reduce` are
-    collective operations."""
-    def __init__(self, learn, is_training,
-        reads # Id of a replayed metric -> it reads inputs; is filled here
-    ):
+    While it runs, it replaces `accumulate` of the metrics. `reduce` is a collective operation."""
+    def __init__(self, learn, is_training):
         self.learn = learn
         self.is_training = is_training
-        self.reads = reads
         self.metrics = metrics_of(learn)
-        self.is_replayed = {id(m):is_replayed(m) for m in self.metrics}
         self.used = set()       # indices of the metrics that were accumulated on this rank
-        self.batches = []       # in training: the batch of all ranks, or its parts
-        self.kept = []          # in a validation: the `KeptBatch`es of this rank
-        self.last_kept = None   # predictions of the batch that was kept last
-        self.have_last = set()  # indices of the metrics that were given that batch
         self._start()
 
     def _start(self):
@@ -151,82 +118,37 @@ class Phase:
     def accumulate(self, m, i, learn):
         "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
         self.used.add(i)
-        if not self.is_replayed[id(m)]: self._accumulate_own(m, learn)
-        elif self.is_training:
-            for batch in self.batches: run_metric(m, learn, batch)
-        else: self._keep(m, i, learn)
-    def _accumulate_own(self, m, learn):
         if not self.is_training: return type(m).accumulate(m, learn)
         if not step_of(learn).counts[0]: return     # no item of this rank counts
         pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
         with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
-    def _keep(self, m, i, learn):
-        "Keep the current batch of a validation, once for all replayed metrics"
-        if id(m) not in self.reads: self.reads[id(m)] = reads_input(m, learn)
-        # predictions may be the same object in two batches; then a metric comes for the second time
-        if self.last_kept is not learn.pred or i in self.have_last:
-            self.last_kept = learn.pred
-            self.have_last = set()
-            self.kept.append(on_cpu(KeptBatch(None, learn.pred, learn.yb, learn.loss)))
-        self.have_last.add(i)
-        if self.reads[id(m)] and self.kept[-1].xb is None:
-            self.kept[-1] = self.kept[-1]._replace(xb=on_cpu(learn.xb))
-    def gather_batch(self):
-        """Bring the training batch of all ranks together for replayed metrics. A collective
-        operation: all ranks call it at the end of each batch"""
-        learn = self.learn
-        part = part_of(learn, learn.pred, *learn.yb, more=learn.xb)
-        tree = whole(part)
-        # parts that don't fit together, such as texts of other lengths, are taken one by one
-        trees = [tree] if tree else trees_of_ranks(part.counted() if part.count else None, {})
-        n = 1+len(learn.yb)
-        self.batches = [on_cpu(KeptBatch(tuple(o[n:]), o[0], tuple(o[1:n]), learn.loss))
-                        for o in trees if o is not None]
     def reduce(self): # True if the phase had metrics
         """Give the metrics the state of all ranks. Every rank calls it at the end of the phase,
-        also one that had no batch. Replayed metrics are as the Recorder has reset them, or have the
-        state of a callback's validation"""
+        also one that had no batch"""
         used = group.all_gather_object([i in self.used for i in range(len(self.metrics))])
         metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
-        for m in metrics:
-            if not self.is_replayed[id(m)]: merge_state(m)
-        if not self.is_training: self._replay([m for m in metrics if self.is_replayed[id(m)]])
+        for m in metrics: join_state(m) if how_reduced(m) == 'join' else merge_state(m)
         return len(metrics) > 0
-    def _replay(self, metrics):
-        "Have the metrics accumulate the batches of all ranks in their order"
-        if not metrics: return
-        # rank `r` of `n` has the batches `r`, `r+n`, ...: `turns_of_ranks` takes one of each
-        for batch in turns_of_ranks([tuple(o) for o in self.kept]):
-            for m in metrics: run_metric(m, self.learn, KeptBatch(*batch))
     def resume(self,
         is_global # True if that validation gave the metrics the state of all ranks
     ):
-        "Go on after a callback's own validation inside this phase, with the same metrics"
-        if is_global:
-            # it has reset the metrics, so the batches before it don't count, as in one process
-            self.kept = []
-            # `reduce` sums over ranks: their common state must count once
-            if group.rank():
-                for m in self.metrics:
-                    if not self.is_replayed[id(m)]: m.reset()
-        elif not self.is_training:
-            # what it has left in these doesn't count: `reduce` adds all batches of this phase
-            for m in self.metrics:
-                if self.is_replayed[id(m)]: m.reset()
+        """Go on after a callback's own validation inside this phase, with the same metrics. It has
+        reset them, so the batches before it don't count, as in one process"""
+        # `reduce` sums over ranks: their common state must count once
+        if is_global and group.rank():
+            for m in self.metrics: m.reset()
         self._start()
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
 class ReduceMetrics(OurCallback):
     """Gives the metrics of all ranks the values of one process, by a `Phase` for each phase; where
     every rank goes over all batches, each has these values by itself. The collectives are in
-    `after_train` and `after_validate`, and in each training batch if a metric of training must be
-    replayed. All ranks come there"""
+    `after_train` and `after_validate`. All ranks come there"""
     # Before all other callbacks: if one leaves the fit in `after_train`, the metrics are reduced
     order = _FIRST+2
     phase = None        # the `Phase` that runs, or None
     # True if the metrics have the state of all ranks; `nested_validation` reads this
     is_global = False
-    def __init__(self): self.reads = {}     # as of `Phase`
 
     def before_train(self): self._begin_phase(True)
     def before_validate(self): self._begin_phase(False)
@@ -237,21 +159,13 @@ class ReduceMetrics(OurCallback):
         # a callback has replaced the loader since the phase began: each rank has all its batches
         self.end_phase()
         self.is_global = True
-    def after_batch(self):
-        # before the Recorder, on all ranks
-        if self.phase is None or not self.training: return
-        has_replayed = any(self.phase.is_replayed.values())
-        # another `after_batch` than fastai's may accumulate any of them in training
-        is_fastais = type(self.recorder).after_batch.__module__.startswith('fastai.')
-        if has_replayed and (not is_fastais or getattr(self.recorder, 'train_metrics', False)):
-            self.phase.gather_batch()
 
     def _begin_phase(self, is_training):
         self.end_phase()        # an exception may have left it open
         undivided = self.dl._shard.n == 1       # `ShardData` has sharded any other loader
         has_metrics = hasattr(self.learn, 'recorder')
         self.is_global = undivided and has_metrics
-        if has_metrics and not undivided: self.phase = Phase(self.learn, is_training, self.reads)
+        if has_metrics and not undivided: self.phase = Phase(self.learn, is_training)
     def _reduce(self):
         phase = self.end_phase()
         if phase is not None: self.is_global = phase.reduce()

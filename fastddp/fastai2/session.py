@@ -14,11 +14,12 @@ from fastcore.basics import patch, store_attr
 from fastcore.foundation import L
 
 from ..base.checks import Check, bind_arguments, check, whole
-from ..base.errors import RankRaised, WorkerError
+from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.scoped import Interrupts
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
+from .metrics import how_reduced, metrics_of
 from .resume import UserCall, checkpoint_writer
 from .snapshot import all_cbs, apply, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
@@ -191,10 +192,21 @@ class Session(BaseSession):
     def check(self):
         "Refuse a learner that can't train on workers"
         if not self.model_factory: refuse_untrainable(self.learn.model)
+        self._refuse_train_metrics()
         if self.dls_factory: return
         self._warn_of_streams()
         for i,dl in enumerate(self.learn.dls.loaders):
             check_dl(dl, self.n, self.options['batch'], name_of_loader(i), train=i==0)
+    def _refuse_train_metrics(self):
+        "Refuse metrics of training whose states on all workers can't become one"
+        recorder = getattr(self.learn, 'recorder', None)
+        if self.n == 1 or not getattr(recorder, 'train_metrics', False): return
+        unknown = [type(m).__name__ for m in metrics_of(self.learn) if how_reduced(m) is None]
+        if not unknown: return
+        raise CantDistribute(f"train_metrics=True with {unknown[0]}: each worker has a part of a "
+                             "batch, and this metric's state doesn't add up. Give it a method "
+                             "merge(states), or leave train_metrics out: in a validation any "
+                             "metric works.")
     def _warn_of_streams(self):
         "Warn if the batches of all workers break the streams of a model that keeps state"
         learn = self.learn

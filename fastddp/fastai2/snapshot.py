@@ -24,7 +24,7 @@ from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
-from ..launch.callback_code import sent_with_less, without_remade
+from ..launch.unsent import sent_with_less, without_unsent
 from ..launch.training import (
     is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
@@ -33,6 +33,7 @@ from ..payload.kinds import attributes, per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import Payload, deep_copy, dump, load
 from ..payload.places import Places
+from ..payload.reducers import is_handle
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
 from ..payload.state import (
@@ -279,7 +280,8 @@ class Changes:
     def _of_user(self, v, holder):
         "Return the user's object for one that a fit has put in its place, or `LEFT_OUT`"
         if isinstance(v, Sharded): return original(v)
-        return LEFT_OUT if is_ours(v) or holds(self.temporary, v) else v
+        stays = is_ours(v) or is_handle(type(v)) or holds(self.temporary, v)
+        return LEFT_OUT if stays else v
     def capture(self,
         rng, # The state of the random streams that all ranks have in common
         weights=True, # False after a validation
@@ -410,7 +412,7 @@ class SavedGraph(NamedTuple):
             try: payload = dump(obj, data, blank=blank)
             except Exception:
                 settings.checks = True      # of own modules, each variable by itself
-                with without_remade(learn, all_cbs(learn, cbs)):
+                with without_unsent(learn, all_cbs(learn, cbs)):
                     payload = dump(obj, data, blank=blank)
             # the table can be read without the graph, which it takes to load that
             meta = pickle.dumps((payload.meta, places.table()))

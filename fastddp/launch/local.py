@@ -108,10 +108,9 @@ class Local(WorkerLauncher):
         interrupt_grace=2., # Seconds to answer an interrupt, beyond the longest step so far
         timeout=None, # Seconds without a training step before termination; None: no limit
         live=True, # Show output while it happens, or all of it in the end
-        see_load=None, # Show each rank's CPU, memory and GPU in a notebook
         idle=600. # Seconds after which idle workers of a block exit; the next job starts new ones
     ):
-        super().__init__(backend, threads, see, interrupt_grace, timeout, live, see_load, idle)
+        super().__init__(backend, threads, see, interrupt_grace, timeout, live, idle)
         self.gpus = gpus
     def _gpus(self, nprocs):
         """Return the GPU of each rank as a list, which is empty for the CPU. Callers of `run` see

@@ -17,7 +17,6 @@ from ..base.failure import (
     first_failure, frames_in, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
-from .load import load_line
 from ..output.replay import Replay, print_line
 from ..payload.patches import lacking
 from ..payload.pickling import Payload, load
@@ -69,7 +68,7 @@ class Monitor:
         none made a step for `timeout`   `GroupTimeout`             `GroupTimeout`
         none reacts in time              -                          KeyboardInterrupt"""
     def __init__(self,
-        engine, # A `Local`: its workers, and its options `see`, `see_load`, `live`, `timeout`...
+        engine, # A `Local`: its workers, and its options `see`, `live`, `timeout`...
         on_event, # Called as `on_event(rank, event)`
         interrupts # `Interrupts`, counting already
     ):
@@ -81,7 +80,6 @@ class Monitor:
         self.replay = Replay(see=engine.see, live=engine.live)
         self.phase_ends = []
         self.imports = []       # what a rank had to import, as `note_imports` takes it
-        self.load_line = engine.see_load and load_line(engine)
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
         self.looked_at = None           # `last_beat` of the last standstill that was looked at
@@ -145,12 +143,10 @@ class Monitor:
             if self.ends['failed'] or self.ends['died']: raise self._failure()
         finally:
             self.replay.close()
-            if self.load_line: self.load_line.close()
     def _turn(self):
         "Wait a moment for news, show what there is, and act on the stop button"
         for news in self._news(): self._handle(*news)
         self.replay.flush()
-        if self.load_line: self.load_line.refresh()
         if self.interrupts.count: self._interrupted()
     def _news(self):
         "Wait a moment for reports, and return them, as `Workers.poll` does"

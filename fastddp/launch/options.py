@@ -59,7 +59,6 @@ CHECKS = dict(
         "a Launcher such as InProcess(). Leave launcher out to use local processes",
         lambda v: v is None or callable(getattr(v, 'run', None)) and not isinstance(v, type)),
     see=SEE,
-    see_load=FLAG,
     restarts=whole("the number of times that a failed fit is resumed, a whole number from 0 on", 0),
     timeout=number("a number of seconds without a training step before termination, above 0; "
                    "None: no limit", optional=True),
@@ -104,6 +103,7 @@ def suggest_names(cls # A class of learners
     cls.__getattr__ = look_up
 
 # %% ../../nbs/launch/508_options.ipynb #35289c5b
+SEE_LOAD = "nvitop, nvidia-smi and htop show what the workers use."
 _FOR_DDP = "For `DistributedDataParallel`, e.g. `bucket_cap_mb`"
 
 class Options:
@@ -340,7 +340,7 @@ def warn_without_effect(
 # %% ../../nbs/launch/508_options.ipynb #f5f1bd50
 @contextmanager
 def engine_for(
-    options, # Of the block: `nprocs`, `gpus`, `launcher`, `see`, `see_load` and `timeout`
+    options, # Of the block: `nprocs`, `gpus`, `launcher`, `see` and `timeout`
     asked # Those of them that aren't the defaults
 ): # Yields `(open launcher, number of workers, GPU of each)`, or None to train in this process
     "Context manager that opens the launcher of a block. Raises `CantDistribute` for wrong options"
@@ -375,7 +375,7 @@ def _attrs_of_block(launcher, options, asked):
     "Return attributes that the `launcher` has for the time of the block, by name"
     if not isinstance(launcher, WorkerLauncher): return {}
     attrs = {}
-    for k in ('see','see_load','timeout'):
+    for k in ('see','timeout'):
         # Where the block has its default, the value of the user's `Local` counts. None there is
         # `Local`'s own default: it says nothing, also as `timeout` (the block's None: no limit)
         own = getattr(launcher, k)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
-import ctypes, gc, os, pickle, signal, sys, threading, time
+import ctypes, gc, os, pickle, signal, socket, sys, threading, time, warnings
 from contextlib import contextmanager, nullcontext
 from typing import NamedTuple
 
@@ -18,7 +18,6 @@ from ..base.device import (
     bind_near, device_module, is_accelerator, keep_freed_memory, reset_memory_peak, trim_memory)
 from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
-from ..payload.handles import flush_writers
 from ..payload import patches
 from ..payload.pairs import read_settings, take_settings, texts_of
 from ..payload.pickling import Payload, dump, imports, load
@@ -223,7 +222,6 @@ def _finish(channel, ctx):
     """Report where the time went, and free memory: of a GPU at once, because the notebook's model
     may go back to it; of the CPU when the notebook has the result"""
     ctypes.CDLL(None).fflush(None)      # what compiled libraries printed goes to the log
-    flush_writers()
     if ctx.rank == 0: channel.emit(('phase_ends', ctx.phase_ends))
     if ctx.imports: channel.emit(('imports', ctx.imports))
     if is_accelerator(ctx.device): _free_memory(ctx.device)
@@ -240,12 +238,17 @@ def notebook_settings():
     """Return what the notebook has set in libraries, for `set_for_process` in a worker. Without a
     helper: all settings, and no attributes"""
     settings,marks = read_settings(),patches.marks_of_helper()
-    if marks is None: return settings,[]
+    host = socket.gethostname()
+    if marks is None: return settings,[],host
     theirs = marks['settings']
     differing = {k for k,text in texts_of(settings).items() if text != theirs.get(k)}
-    return {k:settings[k] for k in differing}, patches.changed_attributes(marks['attributes'])
+    return {k:settings[k] for k in differing}, patches.changed_attributes(marks['attributes']), host
 
-def set_for_process(settings, attributes):
+def set_for_process(settings, attributes,
+    host # Name of the notebook's machine: on another one a library may be of another version
+):
     "Set in this worker what the notebook has set, and undo what it has reset"
-    take_settings(settings)
-    patches.set_attributes(attributes)
+    failed = take_settings(settings)+patches.set_attributes(attributes)
+    if failed and host == socket.gethostname():
+        warnings.warn(f"fastddp: {', '.join(failed[:4])} can't be set in the workers as in the "
+                      "notebook. `fastddp.setup(fn)` has each worker call `fn()` first.")

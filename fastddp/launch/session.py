@@ -21,6 +21,7 @@ from .engine import Job
 from .report import Report, advice_line, banner_line, summary_line
 from .held_gpus import refuse_busy, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
+from .unsent import remedy_for
 from ..output.replay import (
     end_line, print_line, print_once, several, suppress_lines)
 from ..payload.state import model_tensors, move_data, move_opt_state
@@ -194,6 +195,7 @@ class Call:
         self.stopped_in_epoch = e.cut
         if isinstance(e, RankRaised):
             e.debug += "\nWith launcher=InProcess() the fit runs in this process: %debug is live."
+            e.remedy = f"{e.remedy} {remedy_for(self.learn, e.failure)}".strip()
         if is_last or self.apply_failed == 'all': self.apply_state(e)
     def apply_state(self, e):
         """Put the state that the failure `e` has brought into the learner, unless `apply_failed` is

@@ -17,7 +17,6 @@ from ..base.errors import CantDistribute
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from ..base.scoped import environment
-from .callback_code import remade_by, remade_in_learner
 from .report import advice_line, banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.reducers import reduces
@@ -170,18 +169,11 @@ def _reduce_sharded(dl, pickler):
     return original, (original(dl),)
 
 # %% ../../nbs/launch/512_training.ipynb #91e6dda3
-def _is_remade(places, i, name):
-    "Return True if attribute `name` of object `i` is made anew by a callback in each fit"
-    o = places.objects.get(i)
-    if is_kind(o, ['Callback']): return name in remade_by(type(o))
-    cbs = (o for o in places.objects.values() if is_kind(o, ['Callback']))
-    return is_kind(o, ['Learner']) and name in remade_in_learner(cbs)
-
 def _words_of_lost(places, root, lost):
     "Yield the words for each `Failed`: its name for users, and why it was lost"
     for i,name,error in lost:
         holders = [*places.holders(i)]
-        if any(is_kind(o, RANK0_ONLY) for o in holders) or _is_remade(places, i, name): continue
+        if any(is_kind(o, RANK0_ONLY) for o in holders): continue
         yield f"{places.path(i, root, name)} ({' '.join(error.split())})"
 
 def warn_of_lost(

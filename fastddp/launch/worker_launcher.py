@@ -53,7 +53,7 @@ class WorkerLauncher(Launcher):
     def __init__(self,
         # `Local` says what these are
         backend=None, threads=None, see=(0,), interrupt_grace=2., timeout=None, live=True,
-        see_load=None, idle=600.
+        idle=600.
     ):
         check('see', see, SEE)
         store_attr()

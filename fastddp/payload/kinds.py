@@ -15,9 +15,8 @@ import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
-from .handles import is_handle
 from .models import script_attributes, script_values, set_script_value
-from .reducers import HOOKS, is_named_by_library
+from .reducers import HOOKS, is_handle, is_named_by_library
 from ..base.errors import made_in_python
 from ..base.failure import is_user_file
 from ..base.rng import generator_state, set_generator
@@ -447,7 +446,8 @@ def _is_read(f): return is_own(f) or bool(f.__closure__) and not is_named_by_lib
 
 @per_class
 def _kind_of(cls):
-    if issubclass(cls, _VALUES) and _is_fixed(cls) or issubclass(cls, _LEAVES) or is_handle(cls): return None
+    if issubclass(cls, _VALUES) and _is_fixed(cls): return None
+    if issubclass(cls, _LEAVES) or is_handle(cls): return None
     if issubclass(cls, _CONSTANTS):
         has_attributes = issubclass(cls, (tuple,frozenset)) and cls.__dictoffset__
         return ATTRIBUTES if has_attributes else CONSTANT

@@ -16,9 +16,9 @@ from cloudpickle import cloudpickle     # the package's module: it has the priva
 
 from ..base.scoped import with_context
 from .columns import holds_any, stand_ins
-from .handles import reducer_of
 from .models import load_script
-from .reducers import copies, load_array, load_storage, own_array, set_decorated
+from .reducers import (
+    copies, load_array, load_storage, own_array, reduce, set_decorated)
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 class Payload(NamedTuple):
@@ -64,7 +64,7 @@ class Pickler(cloudpickle.Pickler):
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
-        self._reducers = {}     # type -> its reducer: `reducer_of` is slow
+        self._reducers = {}     # type -> its reducer: to look it up is slow
         self._replacements = _replacements.get()
         # reducers add to these lists what they have pickled
         self.definitions = []   # functions and classes pickled by value
@@ -74,7 +74,7 @@ class Pickler(cloudpickle.Pickler):
         if self._replacements and id(o) in self._replacements:
             return _same, (self._replacements[id(o)][1],)
         kind = type(o)
-        if kind not in self._reducers: self._reducers[kind] = reducer_of(kind)
+        if kind not in self._reducers: self._reducers[kind] = reduce.dispatch(kind)
         return self._reducers[kind](o, self)
     def canonical(self, storage):
         "Return the storage object that is pickled for all storages of the same memory"

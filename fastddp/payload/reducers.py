@@ -405,6 +405,25 @@ def _(t, pickler):
     return type(t), (t.__name__, *of)
 
 # %% ../../nbs/payload/090_reducers.ipynb #35f362ea
+# Classes of objects that belong to a process, by name: a library may not be there. What a worker
+# opens stays there
+_OF_PROCESS = {('torch.utils.tensorboard.writer','SummaryWriter'),
+               ('tensorboardX.writer','SummaryWriter'), ('h5py._hl.files','File'),
+               ('h5py._hl.group','Group'), ('h5py._hl.dataset','Dataset'),
+               ('builtins','Environment'),      # LMDB's
+               ('torch.utils.data.dataloader','_BaseDataLoaderIter')}
+
+def is_handle(cls):
+    "Return True for a class of objects that belong to a process: their contents aren't looked at"
+    named = any((c.__module__,c.__name__) in _OF_PROCESS for c in cls.__mro__)
+    return named or issubclass(cls, (threading.Thread,threading.local))
+
+@reduces(threading.Thread)
+def _(thread, pickler):
+    if thread is threading.main_thread(): return threading.main_thread, ()
+    if thread.is_alive(): raise Refused(thread, f"a running thread: {thread.name!r}")
+    return NotImplemented
+
 @reduces(_thread.LockType)
 def _(lock, pickler): return _thread.allocate_lock, ()
 

@@ -1,9 +1,9 @@
 """A random sequence of calls in one block leaves, bit by bit, what the same calls leave each by itself."""
 import random
-import numpy as np, pytest, torch
+import pytest, torch
 from fastai.callback.core import Callback, CancelFitException
 from fastai.optimizer import Adam
-from parity import learner, mlp, seed, warm
+from parity import Warm, learner, mlp, seed
 from spread import long_but
 
 pytestmark = pytest.mark.timeout(3000)
@@ -85,7 +85,8 @@ class Single:
 
 @pytest.mark.parametrize('seeds', long_but([range(6), range(6, 500)], range(6)), ids=['few', 'many'])
 def test_random_sequences(seeds):
-    with warm(2) as launcher:
+    launcher = Warm()       # a failing fit may end its workers
+    try:
         for i in seeds:
             together = state(*run(i, launcher))
             learn, how = learner(train=16, valid=4, opt_func=Adam, cbs=Holds()), How(i)
@@ -93,3 +94,4 @@ def test_random_sequences(seeds):
             seed(i)
             for call in calls: call(Single(learn, launcher), how)
             assert state(learn, how) == together, (i, [c.__name__ for c in calls])
+    finally: launcher.end()

@@ -203,8 +203,7 @@ class Net(nn.Module):
 
 
 @pytest.mark.parametrize('what,path', [('LogsToFile', 'LogsToFile.after_epoch (its global fh)'),
-                                       ('HasFile', 'HasFile.stream'), ('Net', 'Net.forward (its global fh)'),
-                                       ('HasClosure', 'learn.has_closure.f (its variable numbers)')])
+                                       ('HasFile', 'HasFile.stream'), ('Net', 'Net.forward (its global fh)')])
 def test_what_cannot_travel_is_named_down_to_the_variable(what, path, monkeypatch):
     monkeypatch.setattr(launch, 'Workers', None)
     cell = dict(__name__='__main__')

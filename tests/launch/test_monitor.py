@@ -33,7 +33,7 @@ class Played:
 
 
 def monitor(workers, **kwargs):
-    local = SimpleNamespace(**dict(workers=workers, see=(0,), see_load=None, live=True, interrupt_grace=1.,
+    local = SimpleNamespace(**dict(workers=workers, see=(0,), live=True, interrupt_grace=1.,
                                    backend=None, timeout=None) | kwargs)
     return Monitor(local, lambda *_: None, Interrupts())
 

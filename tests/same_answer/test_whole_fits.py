@@ -309,7 +309,7 @@ def test_parameters_without_elements_are_not_without_gradient(two, capfd):
 # ---- an engine of the user's own
 
 def test_an_engine_of_ones_own_runs_with_the_blocks_options():
-    defaults = dict(nprocs=None, gpus=None, launcher=None, see=(0,), see_load=True, timeout=1800)
+    defaults = dict(nprocs=None, gpus=None, launcher=None, see=(0,), timeout=1800)
     def found(local, **given):
         with engine_for(defaults | dict(launcher=local) | given, given) as (engine, n, gpus):
             return engine is local, n, gpus, engine.see, engine.timeout
