@@ -32,9 +32,9 @@ _PHASE_AFTER = {
 
 def kind_of(cb):
     """Return the kind that the time of a callback is counted as: 'metrics' for the Recorder,
-    'other' for those of fastddp, else the name of its class"""
+    'other' for those of fastddp, else 'callbacks'"""
     if isinstance(cb, Recorder): return 'metrics'
-    return 'other' if type(cb).__module__.startswith('fastddp.') else type(cb).__name__
+    return 'other' if type(cb).__module__.startswith('fastddp.') else 'callbacks'
 
 # %% ../../nbs/fastai2/704_clock.ipynb #0d6b8dc5
 _SAMPLE_EVERY = 32      # steps: in one of them the host waits for the GPU
@@ -97,10 +97,9 @@ class Clock:
         on_gpu=False # The model is on an accelerator: see `DeviceSamples`
     ):
         self.board = board
-        # Seconds: of each kind of `PARTS`; of callbacks by class; of waiting for other ranks by
-        # what those did ('data', 'callbacks' or 'uneven' computing); of the last by rank
-        self.seconds,self.callbacks,self.waits = Counter(),Counter(),Counter()
-        self.uneven = Counter()
+        # Seconds: of each kind of `PARTS`; of waiting for other ranks by what those did ('data',
+        # 'callbacks' or 'uneven' computing)
+        self.seconds,self.waits = Counter(),Counter()
         self.slowest = 0.,0,0       # the longest wait for a batch, its epoch, its batch
         self.samples = DeviceSamples(on_gpu)
         self.spent = [Spent()]*board.n      # of each rank, until the last meeting
@@ -114,14 +113,11 @@ class Clock:
         "A clock that stands while this rank waits for others at the board"
         return time.perf_counter()-self.board.waited
     def lap(self, kind):
-        """Count the time since the last look at the clock as `kind`, one of `PARTS` or a callback's
-        class; return its seconds. Waiting for other ranks at the board is left out"""
+        """Count the time since the last look at the clock as `kind`, one of `PARTS`; return its
+        seconds. Waiting for other ranks at the board is left out"""
         now = self._now()
         secs = now-self.last_look
         self.last_look = now
-        if kind not in PARTS:
-            self.callbacks[kind] += secs
-            kind = 'callbacks'
         self.seconds[kind] += secs
         return secs
     def enter(self, event_name, learn):
@@ -165,7 +161,6 @@ class Clock:
             self.waits[cause] += secs
             left -= secs
         self.waits['uneven'] += left
-        self.uneven[last_rank] += left
     def totals(self,
         exchange_secs=0. # Of exchanging gradients in backward passes
     ):
@@ -175,8 +170,7 @@ class Clock:
         backward = seconds.get('backward', 0.)
         exchange = min(exchange_secs, backward)
         seconds |= dict(backward=backward-exchange, exchange=exchange)
-        return dict(seconds=seconds, callbacks=dict(self.callbacks), waits=dict(self.waits),
-                    uneven=dict(self.uneven), slowest=self.slowest,
+        return dict(seconds=seconds, waits=dict(self.waits), slowest=self.slowest,
                     cpu=time.process_time()-self.cpu_start)
 
 # %% ../../nbs/fastai2/704_clock.ipynb #ab08d319

@@ -14,10 +14,10 @@ from fastcore.basics import store_attr
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
-    first_failure, frames_in, is_echo, is_timeout, is_user_file, job_stack, place, waits_for_ranks)
+    first_failure, is_echo, is_timeout, job_stack, place, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
-from ..output.replay import Replay, print_line
+from ..output.replay import Replay
 from ..payload.patches import lacking
 from ..payload.pickling import Payload, load
 
@@ -82,8 +82,6 @@ class Monitor:
         self.imports = []       # what a rank had to import, as `note_imports` takes it
         self.began = monotonic()
         self.stop_asked_at = None       # time at which the ranks were asked to stop
-        self.looked_at = None           # `last_beat` of the last standstill that was looked at
-        self.has_told = False           # True once a line has told of one
         # what is in the logs now was written by earlier jobs
         self.log_starts = {r:self._log_size(r) for r in self.workers.ranks}
     @property
@@ -138,7 +136,6 @@ class Monitor:
                 limit = self.engine.timeout     # which may be changed while the job runs
                 last_beat = max([self.began, *(b.at for b in self._beats().values())])
                 if limit and monotonic()-last_beat > limit: raise self.hang()
-                if monotonic()-last_beat > _STANDSTILL: self._look(last_beat)
                 self._turn()
             if self.ends['failed'] or self.ends['died']: raise self._failure()
         finally:
@@ -196,26 +193,6 @@ class Monitor:
         lines = [f"Rank {r}, {beats[r].where or _BEFORE}:\n{stacks[r] or _NO_STACK}"
                  for r in (first, *others)]
         return GroupTimeout(first, beats[first].where, self.engine.timeout, lines)
-    def _look(self, last_beat):
-        """Print a line if ranks wait for one that waits in a collective, which they never come to.
-        Called again and again while no rank makes a step; looks once at each such time"""
-        if self.has_told or self.looked_at == last_beat: return
-        self.looked_at = last_beat
-        awaited = {b.waits_for for b in self._beats().values()}
-        awaited &= {*self.running_ranks} & {*self.workers.ranks}
-        if not awaited: return
-        rank = min(awaited)
-        stack = self._stacks([rank])[rank]
-        if not waits_for_ranks(stack): return
-        self.has_told = True
-        beats = self._beats()
-        others = [r for r,b in beats.items() if b.waits_for == rank]
-        limit = self.engine.timeout
-        print_line(f"No step for {monotonic()-last_beat:.0f} s: rank {rank} waits in a collective "
-                   f"({', '.join(filter(None, [beats[rank].where or _BEFORE, users_line(stack)]))}"
-                   f"), and {'rank' if len(others) == 1 else 'ranks'} "
-                   f"{', '.join(map(str, others))} for rank {rank}. All ranks must call it"
-                   +(f"; the fit ends after {limit:.0f} s." if limit else "."))
     def _failure(self):
         """Return the exception for the first failure. The ranks that still run get .5 s to report
         theirs, and up to 3 s if that is worth it"""
@@ -298,13 +275,4 @@ class Monitor:
         return not (self.running_ranks or self.ends['died'])
 
 # %% ../../nbs/launch/503_monitor.ipynb #d950b082
-def users_line(stack):
-    "Return the innermost line of the user's in a stack of `faulthandler`, as words; '' without one"
-    for file,line,name in frames_in(stack):
-        if is_user_file(file): return f"line {line} of {place(file)}, {name}"
-    return ''
-
 _NO_STACK = '  no stack: it does not react (stopped by a signal, or in a system call)'
-
-# %% ../../nbs/launch/503_monitor.ipynb #5208d58c
-_STANDSTILL = 60.   # seconds without a step after which it is looked for a cause

@@ -18,7 +18,7 @@ from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_trace
 from ..base.scoped import (
     StopButton, delay_interrupts, in_main_thread, stop_button, uninterrupted_exit, with_attrs)
 from .engine import Job
-from .report import Report, advice_line, banner_line, summary_line
+from .report import Report, banner_line, summary_line
 from .held_gpus import refuse_busy, reserve_gpus
 from .options import engine_for, in_launched_group, refuse_changes, warn_without_effect
 from .unsent import remedy_for
@@ -345,7 +345,5 @@ class BaseSession:
         for note in (of_bn, self.note()):
             if note: print_once(note)
     def print_summary(self, call, result):
-        "Print how long the fit `call` took and, if it is worth a line, what would make it faster"
+        "Print how long the fit `call` took"
         print_line(summary_line(result, call.counts_steps, call.report.began))
-        advice = advice_line(call.report)
-        if advice: print_line(advice)

@@ -17,7 +17,7 @@ from ..base.errors import CantDistribute
 from ..base.group import join_launched
 from ..base.rng import CommonRNG
 from ..base.scoped import environment
-from .report import advice_line, banner_line, summary_line
+from .report import banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.reducers import reduces
 from ..payload.state import model_tensors
@@ -251,7 +251,6 @@ def script_lines(
     result = progress.result()
     if not prints or not result['seconds']: return
     print_line(summary_line(result, counts_steps, began, starts=False))
-    if report and (line := advice_line(report)): print_line(line)
 
 # %% ../../nbs/launch/512_training.ipynb #c55244d3
 @contextmanager
