@@ -67,7 +67,8 @@ class Holder(Callback):
 
 def test_the_line_of_the_workers_comes_when_they_start(capsys):
     "Not before a refusal"
-    with open(os.devnull) as fh: refused(make_learner(cbs=Holder(fh)), "can't be sent", nprocs=2)
+    learn = make_learner()
+    with open(os.devnull) as learn.model.fh: refused(learn, "can't be sent", nprocs=2)
     assert 'workers' not in capsys.readouterr().out
 
 
@@ -80,7 +81,9 @@ def things():
 def test_what_cannot_travel_is_named(kind):
     held = things()
     thing = held[kind]
-    message = refused(make_learner(cbs=Holder(thing)), r'learn\.holder\.thing can.t be sent', nprocs=2)
+    learn = make_learner()
+    learn.loss_func.thing = thing
+    message = refused(learn, r'learn\.loss_func\.thing can.t be sent', nprocs=2)
     assert 'Make it where it is used' in message and 'factory' not in message
     model = mlp()
     model[1].thing = thing
@@ -90,7 +93,9 @@ def test_what_cannot_travel_is_named(kind):
 
 def test_a_database_can_be_opened_in_each_worker():
     held = things()
-    message = refused(make_learner(cbs=Holder(held['database'])), r'learn\.holder\.thing can.t be sent', nprocs=2)
+    learn = make_learner()
+    learn.loss_func.thing = held['database']
+    message = refused(learn, r'learn\.loss_func\.thing can.t be sent', nprocs=2)
     assert 'copyreg.pickle(sqlite3.Connection' in message
     for o in held.values(): getattr(o, 'close', lambda: None)()
 

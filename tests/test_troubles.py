@@ -27,7 +27,6 @@ EXAMPLES = {
                                    'vars() argument must have __dict__ attribute'),
     'a count of zero': ('ZeroDivisionError', 'division by zero'),
     'batch size built in': ('RuntimeError', 'Expected hidden size (2, 16, 64), got [2, 8, 64]'),
-    'a list that C code refuses': ('TypeError', 'Object of type list is not JSON serializable'),
     'sys.exit': ('SystemExit', '3'),
     'killed by the system': ('SIGKILL', ''), 'no room for a file in memory': ('SIGBUS', ''),
     'compiled code crashed': ('SIGSEGV', ''), 'exited': ('exit', ''),

@@ -46,8 +46,8 @@ def distrib_ctx(self:Learner,
 
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
-OPTIONS = Options(Learner.distrib_ctx,
-                  unsupported=dict.fromkeys(('wait','checkpoint'), _FOR_2) | dict(see_load=SEE_LOAD))
+_GONE = dict(wait=_FOR_2, checkpoint=_FOR_2, see_load=SEE_LOAD)
+OPTIONS = Options(Learner.distrib_ctx, unsupported=_GONE)
 suggest_names(Learner)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81

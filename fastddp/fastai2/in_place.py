@@ -91,7 +91,7 @@ def _fit_in_place(learn,
     noted = NoteProgress(Context(group.rank(), n))
     report = Report('fit')
     # rank 0 prints them; for the last one the report must be complete
-    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), finds_lr(cbs), report)
+    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), finds_lr(cbs))
     with lines:
         with distributed(learn, **options) as fit, as_one_process(learn, cbs, fit):
             call_fit(learn, cbs, asked, [noted, EndOfAll(noted)])

@@ -248,7 +248,8 @@ def set_for_process(settings, attributes,
     host # Name of the notebook's machine: on another one a library may be of another version
 ):
     "Set in this worker what the notebook has set, and undo what it has reset"
-    failed = take_settings(settings)+patches.set_attributes(attributes)
+    failed = take_settings(settings)
+    patches.set_attributes(attributes)
     if failed and host == socket.gethostname():
         warnings.warn(f"fastddp: {', '.join(failed[:4])} can't be set in the workers as in the "
                       "notebook. `fastddp.setup(fn)` has each worker call `fn()` first.")

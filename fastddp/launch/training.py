@@ -238,11 +238,10 @@ def script_lines(
     progress, # `Progress` of the fit inside
     sizes, # `(items per step of all ranks, steps per epoch or None)`
     quiet, # True if the learner wants none of our lines
-    counts_steps, # As of `summary_line`
-    report=None # The `Report`, complete when the fit is over
+    counts_steps # As of `summary_line`
 ):
     """Context manager for a fit under torchrun: rank 0 prints a line that says what runs, and at
-    the end, unless the fit fails, how long it took, and what would make it faster"""
+    the end, unless the fit fails, how long it took"""
     prints = not quiet and group.under_launcher() and group.rank() == 0
     n = group.world_size()
     began = time.time()

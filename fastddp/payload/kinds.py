@@ -15,7 +15,6 @@ import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
-from .models import script_attributes, script_values, set_script_value
 from .reducers import HOOKS, is_handle, is_named_by_library
 from ..base.errors import made_in_python
 from ..base.failure import is_user_file
@@ -246,18 +245,6 @@ class Set(Sequence):
         base.clear(o)
         base.update(o, items)
 
-# %% ../../nbs/payload/106_kinds.ipynb #e64720ca
-class Script(Kind):
-    "A TorchScript module"
-    def attrs(self, o):
-        tensors = {k:v for k,v in script_attributes(o).items() if isinstance(v, torch.Tensor)}
-        parts = {('module',k):v for k,v in o.named_children()}
-        return script_values(o) | tensors | parts | dict(training=o.training)
-    def put(self, o, name, v):
-        if name == 'training': o.train(v) if not [*o.children()] else setattr(o, name, v)
-        elif type(name) is str: set_script_value(o, name, v)
-    def drop(self, o, name): vars(o).pop(name, None)
-
 # %% ../../nbs/payload/106_kinds.ipynb #52ab3d4b
 def has_storage(t):
     "True for a tensor whose elements lie in a storage; others are compared by their pickle"
@@ -293,7 +280,8 @@ class Tensor(Attributes):
 def _put_data(t, new):
     t.data = new
     # torch leaves a compressed one as it is, without a word
-    if t.layout not in (torch.strided,torch.sparse_coo): t.detach().resize_as_sparse_(new).copy_(new)
+    if t.layout not in (torch.strided,torch.sparse_coo):
+        t.detach().resize_as_sparse_(new).copy_(new)
 
 # %% ../../nbs/payload/106_kinds.ipynb #70d470fb
 _AS_SENT = 'as sent'    # the mark of memory that has the notebook's contents
@@ -410,10 +398,10 @@ def _reduced(o):
     except Exception: return ()
 
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
-CLASS,MODULE,SCRIPT = Class(),Module(),Script()
+CLASS,MODULE = Class(),Module()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
-TENSOR,ARRAY,BYTES,TABLE = Tensor(),Array(),Bytes(),Table()
-STATE,INDEX = State(),Index()
+TENSOR,ARRAY,BYTES = Tensor(),Array(),Bytes()
+TABLE,INDEX,STATE = Table(),Index(),State()
 CONSTANT = 'constant'   # can't change itself, but refers to others that can
 OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
 
@@ -423,10 +411,10 @@ _CONSTANTS = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, typ
 _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.CoroutineType,
            types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType,
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
-           Data)
+           torch.jit.ScriptModule, torch.jit.ScriptFunction, Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, (dict,*_WEAK_DICTS)),
              (SET, (set,weakref.WeakSet)), (SEQUENCE, (list,deque)), (BYTES, _BYTES),
-             (SCRIPT, torch.jit.ScriptModule), (STATE, _GENERATORS))
+             (STATE, _GENERATORS))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 def kind(o):

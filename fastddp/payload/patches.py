@@ -407,15 +407,13 @@ _undo_attributes = []       # as `_undo`, for `set_attributes`
 
 def set_attributes(rows # What `changed_attributes` returned in another process
 ):
-    """In a worker: undo what the last job's rows and patches have set, and set these. Return the names
-    of those that can't be set"""
+    "In a worker: undo what the last job's rows and patches have set, and set these"
     for undo in (_undo, _undo_attributes):
         while undo: undo.pop()()
-    failed = []
     for module,cls,name,data in rows:
-        try: _undo_attributes.append(_set_attribute(_owner(module, cls), name, load(data, [])))
-        except Exception: failed.append('.'.join(filter(None, (module, cls, name))))
-    return failed
+        # what modules keep for themselves, too; what a worker lacks is named when it fails
+        with suppress(Exception):
+            _undo_attributes.append(_set_attribute(_owner(module, cls), name, load(data, [])))
 
 # %% ../../nbs/payload/105_patches.ipynb #a26d4a35
 def _items(attrs):

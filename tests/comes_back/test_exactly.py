@@ -209,7 +209,8 @@ def state(learn):
     opts = [learn.opt] if learn.opt else []
     while opts and hasattr(opts[-1], 'opt') and opts[-1].opt is not opts[-1]: opts.append(opts[-1].opt)
     states = [[plain({k: v for k, v in s.items()}) for s in o.state.values()] for o in opts]
-    return pickle.dumps((plain(dict(learn.model.state_dict())), states, plain(getattr(learn, 'ema', None) and learn.ema.shadow)))
+    shadow = getattr(learn, 'ema', None) and learn.ema.shadow
+    return pickle.dumps((plain(dict(learn.model.state_dict())), states, plain(shadow)))
 
 
 OPTS = dict(SGD=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, RMSProp=RMSProp, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc,
@@ -260,7 +261,8 @@ def of_items(change): return lambda ds: change(ds.items)
 DATA = {
     'memory of a tensor': (lambda n: [torch.zeros(3) for _ in range(n)], of_items(lambda o: o[3].add_(1))),
     'memory in a tuple': (lambda n: [(torch.zeros(3), 1) for _ in range(n)], of_items(lambda o: o[3][0].add_(1))),
-    'memory in a dict': (lambda n: [dict(x=np.zeros(3), y=1) for _ in range(n)], of_items(lambda o: o[3]['x'].__iadd__(1))),
+    'memory in a dict': (lambda n: [dict(x=np.zeros(3), y=1) for _ in range(n)],
+                         of_items(lambda o: o[3]['x'].__iadd__(1))),
     'memory in a list of a dict': (lambda n: [dict(x=[torch.zeros(2000)]) for _ in range(n)],
                                    of_items(lambda o: o[3]['x'][0].add_(1))),
     'memory of an object': (lambda n: [Box(torch.zeros(3)) for _ in range(n)], of_items(lambda o: o[3].n.add_(1))),
@@ -270,7 +272,8 @@ DATA = {
     'a cache': (lambda n: [f'{i}' for i in range(n)], lambda ds: ds.cache.setdefault(len(ds.cache), torch.ones(2))),
     'a counter': (lambda n: [f'{i}' for i in range(n)], lambda ds: ds.seen.update(n=ds.seen['n']+1)),
     'a frame': (lambda n: pd.DataFrame(dict(a=np.zeros(n), b=['x']*n)), of_items(lambda o: o.__setitem__('a', o.a+1))),
-    'a cell': (lambda n: pd.DataFrame(dict(a=np.zeros(n), b=['x']*n)), of_items(lambda o: o.loc.__setitem__((1, 'b'), 'y'))),
+    'a cell': (lambda n: pd.DataFrame(dict(a=np.zeros(n), b=['x']*n)),
+               of_items(lambda o: o.loc.__setitem__((1, 'b'), 'y'))),
 }
 
 
@@ -332,8 +335,8 @@ def test_a_job_refuses_a_learner_that_was_changed_meanwhile(what):
 COUNTS = 1, 99, 100, 101, 999, 1000, 1001, 9_999, 10_000, 10_001
 BYTES = 1, 4_095, 4_096, 4_097, 2**20-1, 2**20, 2**20+1, 2**24-1, 2**24+1
 MADE = dict(tensors=lambda n: [torch.zeros(2) for _ in range(n)], dicts=lambda n: [{} for _ in range(n)],
-            numbers=lambda n: [0]*n, texts=lambda n: ['']*n, pairs=lambda n: [('', 0)]*n, table=lambda n: torch.zeros(n, 2),
-            array=lambda n: np.zeros(n), data=lambda n: bytearray(n), stream=lambda n: io.BytesIO(bytes(n)))
+            numbers=lambda n: [0]*n, texts=lambda n: ['']*n, pairs=lambda n: [('', 0)]*n,
+            table=lambda n: torch.zeros(n, 2), array=lambda n: np.zeros(n), data=lambda n: bytearray(n), stream=lambda n: io.BytesIO(bytes(n)))
 
 
 class OfSizes(Callback):

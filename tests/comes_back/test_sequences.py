@@ -40,7 +40,11 @@ def exchange(learn, how):
     learn.model, learn.opt = mlp(), None
 
 
-def grow(learn, how): learn.holds.bank += [torch.ones(how.random.choice([1, 100, 30_000])) for _ in range(how.random.choice([1, 120]))]
+def grow(learn, how):
+    sizes = [how.random.choice([1, 100, 30_000]) for _ in range(how.random.choice([1, 120]))]
+    learn.holds.bank += map(torch.ones, sizes)
+
+
 def shrink(learn, how): del learn.holds.bank[1:]
 def predict(learn, how): how.preds.append(learn.get_preds()[0])
 

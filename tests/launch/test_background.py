@@ -395,7 +395,8 @@ def test_a_checkpoint_that_fails_is_written_after_the_next_epoch(monkeypatch):
     for name in 'dump_call', 'weights_in': monkeypatch.setattr(resume, name, lambda *_: None)
     monkeypatch.setattr(resume.SavedGraph, 'of', lambda *_: ())
     write = resume.checkpoint_writer()
-    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False, cbs=[], places=None)
+    fit_call = types.SimpleNamespace(learn=learner(), counts_steps=False, cbs=[], places=None,
+                                     user_call=types.SimpleNamespace(run_id='run'))
     with pytest.warns(UserWarning, match='disk full'): write(fit_call, ())
     write(fit_call, ())
     assert len(tries) == 2

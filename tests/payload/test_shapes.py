@@ -56,7 +56,8 @@ def packed(o):
 
 
 def long_lists(o):
-    loaders = [SimpleNamespace(dataset=v) for v in (o.values() if isinstance(o, dict) else [o]) if type(v) in (list, tuple)]
+    lists = [v for v in (o.values() if isinstance(o, dict) else [o]) if type(v) in (list, tuple)]
+    loaders = [SimpleNamespace(dataset=v) for v in lists]
     return Places([*loaders], loaders=loaders).walk().long_lists()
 
 
