@@ -2933,6 +2933,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.payload.places.Places.without': ( 'payload/places.html#places.without',
                                                                                    'fastddp/payload/places.py'),
                                         'fastddp.payload.places._word': ('payload/places.html#_word', 'fastddp/payload/places.py'),
+                                        'fastddp.payload.places.attrs_of': ('payload/places.html#attrs_of', 'fastddp/payload/places.py'),
                                         'fastddp.payload.places.members': ('payload/places.html#members', 'fastddp/payload/places.py'),
                                         'fastddp.payload.places.parts_of_data': ( 'payload/places.html#parts_of_data',
                                                                                   'fastddp/payload/places.py')},

@@ -96,8 +96,8 @@ class Learner(_Learner):
 
     @property
     def distrib_report(self):
-        """The `Report` of the last block, or of the last call outside of one: where the time went, and
-what would make it faster. It is that of the longest call; `calls` has all of them, in order"""
+        """The `Report` of the last block, or of the last call outside of one: where the time went. It
+is that of the longest call; `calls` has all of them, in order"""
 
     def distrib_resume(self, file = None, wait = True, launcher = None):
         """Continue a fit on workers that was interrupted or failed: same call, same schedule, next

@@ -168,8 +168,8 @@ reports = weakref.WeakKeyDictionary()
 
 @patch(as_prop=True)
 def distrib_report(self:Learner):
-    """The `Report` of the last block, or of the last call outside of one: where the time went. It is
-    that of the longest call; `calls` has all of them, in order"""
+    """The `Report` of the last block, or of the last call outside of one: where the time went. It
+    is that of the longest call; `calls` has all of them, in order"""
     calls = [*reports.get(self, ())]
     longest = max(calls, key=lambda o: o.total, default=Report())
     longest.calls = calls

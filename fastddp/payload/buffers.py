@@ -88,8 +88,9 @@ def original_of(address, n):
 _IN_MEMORY,_OF_FILE = np.uint64(3<<62),np.uint64(1<<61)     # of /proc/self/pagemap, since Linux 3.5
 
 def _written_runs(address, n):
-    """Return `(first, end)` of the runs of pages of a private mapping that were written: such a page
-    is no page of the file any more. Raises OSError or ValueError where the system doesn't tell"""
+    """Return `(first, end)` of the runs of pages of a private mapping that were written: such a
+    page is no page of the file any more. Raises OSError or ValueError where the system doesn't
+    tell"""
     size = mmap.PAGESIZE
     first,end = address//size,(address+n-1)//size+1
     with open('/proc/self/pagemap', 'rb', buffering=0) as f:
@@ -132,8 +133,8 @@ def is_written(address, n,
 def written_elsewhere(
     known # `(address, bytes)` of memory that is compared by itself
 ):
-    """Return `(address, end)` of what this process has changed in the memory of the payload that was
-    read last, outside of what is `known`. So thousands of items aren't asked one by one"""
+    """Return `(address, end)` of what this process has changed in the memory of the payload that
+    was read last, outside of what is `known`. So thousands of items aren't asked one by one"""
     spans = sorted((a, a+n) for a,n in known)
     res = []
     for mapping,start,size,original,_ in _originals[-1:]:

@@ -122,7 +122,7 @@ _NUMBERS = {bool, int, float}
 def column_of(
     items # A list that isn't empty
 ):
-    "Return a `StandIn` for `items`; None if they are of several classes, or of one without a column"
+    "Return a `StandIn` for `items`; None if they are of several classes, or of none with a column"
     cls = type(items[0])
     if {*map(type, items)} != {cls}: return None
     if cls in _TEXTS: return _text_column(items)
@@ -132,7 +132,8 @@ def column_of(
         # floats, which would round them
         values = np.array(items)
         inexact = 'Of' if cls is int else 'O'
-        return None if values.dtype.kind in inexact else StandIn(numbers_of, values, cls in _NUMBERS)
+        if values.dtype.kind in inexact: return None
+        return StandIn(numbers_of, values, cls in _NUMBERS)
     if cls is not tuple: return None
     lengths = {*map(len, items)}
     if len(lengths) > 1 or lengths == {0}: return None

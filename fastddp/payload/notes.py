@@ -293,7 +293,9 @@ class Kept:
     def changed(self):
         "Return True if any object holds something else than when this was made"
         storages,n = self.notes.storages.storages,len(self.notes.numbers)
-        return (any(not torch.equal(bytes_of(s), bytes_of(storages[k])) for k,s in self._bytes.items())
+        differ = (not torch.equal(bytes_of(s), bytes_of(storages[k]))
+                  for k,s in self._bytes.items())
+        return (any(differ)
                 or bool(self.notes.changes()) or len(self.notes.numbers) < n)
     def undo(self,
         only_held=False # True: what was None, or wasn't there, stays as it is now

@@ -23,8 +23,8 @@ def write_pieces(
     header, # A dict for JSON, of the reader's own; 'run' says what a file continues
     pieces # Pairs of a name and bytes
 ):
-    """Write a file of pieces, which appears at `path` whole or not at all. A previous file stays only
-    if it is of the same run, so that no other run is taken for this one"""
+    """Write a file of pieces, which appears at `path` whole or not at all. A previous file stays
+    only if it is of the same run, so that no other run is taken for this one"""
     path.parent.mkdir(parents=True, exist_ok=True)
     # of processes that were killed while they wrote
     for o in path.parent.glob(f'{glob.escape(path.name)}.*.tmp'): o.unlink(missing_ok=True)

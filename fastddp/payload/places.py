@@ -44,18 +44,20 @@ def members(o, left_out=frozenset()):
         yield from ((('key of' if i < n else 'item', i % n), v) for i,v in enumerate(items))
 
 # %% ../../nbs/payload/107_places.ipynb #4ad6ca96
-# Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them, and
-# the containers of their items
+# Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them,
+# and the containers of their items
 _SETS,_LISTS,_ITEMS = ('dataset',), ('tls','datasets'), ('items','source','coll','chunks')
 
+def attrs_of(o): return getattr(o, '__dict__', {})
+
 def parts_of_data(loaders):
-    """Return the loaders with the data sets that they hold, and the containers of the items of these.
-    A data set may be such a container itself, or consist of others"""
+    """Return the loaders with the data sets that they hold, and the containers of the items of
+    these. A data set may be such a container itself, or consist of others"""
     sets,containers = {},{}         # id -> object
     todo = [*loaders]
     while todo:
         o = todo.pop()
-        attrs = getattr(o, '__dict__', {})
+        attrs = attrs_of(o)
         if id(o) in sets: continue
         if kind(o) in _CONTAINERS: containers[id(o)] = o
         else: sets[id(o)] = o
@@ -63,8 +65,7 @@ def parts_of_data(loaders):
         todo += [ds for k in _LISTS if k in attrs for ds in attrs[k]]
         for v in (attrs[k] for k in _ITEMS if k in attrs):
             # the list in one of fastcore's
-            while (inner := [o for k in _ITEMS if (o := getattr(v, '__dict__', {}).get(k)) is not None]):
-                v = inner[0]
+            while inner := [attrs_of(v)[k] for k in _ITEMS if k in attrs_of(v)]: v = inner[0]
             if kind(v) in _CONTAINERS: containers[id(v)] = v
     return sets,containers
 
@@ -76,7 +77,7 @@ class Places:
         root, # The object with the number 0
         left_out=lambda cls: frozenset(), # Names of attributes, by class, that stay on their side
         without=(), # Objects that get no number, and aren't looked into
-        loaders=() # The items of their data sets have no numbers, if nothing but data sets holds them
+        loaders=() # Items of their data sets have no numbers, if nothing but data sets holds them
     ):
         self.root,self.left_out = root,left_out
         self.without_ids = {*map(id, without)}
@@ -93,7 +94,7 @@ class Places:
         "Number all that `root` refers to. Return self"
         self._add(0, self.root)
         sets,containers = parts_of_data(self.loaders)
-        # first what else holds objects: its list of items is state, also if it is that of a data set
+        # first what else holds objects: its list of items is state, also if a data set has it
         later = deque()
         self._follow(deque([0]), {}, sets, later)
         self._follow(later, containers)

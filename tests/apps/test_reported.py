@@ -3,7 +3,7 @@ sentence before anything starts."""
 import threading, warnings
 import pytest, torch
 from fastai.callback.core import Callback
-from fastddp.all import InProcess, NotPicklable
+from fastddp.all import NotPicklable
 from torch import nn
 from parity import fit_both, learner, warm
 
@@ -47,7 +47,6 @@ def test_a_writer_of_the_notebook(tmp_path, launcher, capsys):
             learn.distrib_fit(1, nprocs=2)
         assert learn.writes.writer is writer
         assert "Writes.writer can't be sent to the workers" in capsys.readouterr().out
-        learn.distrib_fit(1, launcher=InProcess())
 
 
 class Opens(Writes):

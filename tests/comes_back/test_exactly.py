@@ -336,7 +336,8 @@ COUNTS = 1, 99, 100, 101, 999, 1000, 1001, 9_999, 10_000, 10_001
 BYTES = 1, 4_095, 4_096, 4_097, 2**20-1, 2**20, 2**20+1, 2**24-1, 2**24+1
 MADE = dict(tensors=lambda n: [torch.zeros(2) for _ in range(n)], dicts=lambda n: [{} for _ in range(n)],
             numbers=lambda n: [0]*n, texts=lambda n: ['']*n, pairs=lambda n: [('', 0)]*n,
-            table=lambda n: torch.zeros(n, 2), array=lambda n: np.zeros(n), data=lambda n: bytearray(n), stream=lambda n: io.BytesIO(bytes(n)))
+            table=lambda n: torch.zeros(n, 2), array=lambda n: np.zeros(n), data=lambda n: bytearray(n),
+            stream=lambda n: io.BytesIO(bytes(n)))
 
 
 class OfSizes(Callback):

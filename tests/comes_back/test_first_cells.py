@@ -1,9 +1,8 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
-import codecs, collections, collections.abc, csv, decimal, functools, io, os, ssl, subprocess, sys
+import codecs, collections, collections.abc, functools, io, os, ssl, subprocess, sys
 import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch, torch._dynamo
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.launch.rank import notebook_settings
 from PIL import Image, ImageFile, PngImagePlugin
 from torch.distributions import Distribution
 from parity import learner, warm
@@ -59,11 +58,6 @@ ATTRIBUTES = {
     'another function': (ssl, '_create_default_https_context', ssl._create_unverified_context,
                          "__import__('ssl')._create_default_https_context.__name__")}
 
-def allow(classes):
-    torch.serialization.clear_safe_globals()
-    torch.serialization.add_safe_globals(classes)
-
-
 # what it is -> (read, write, value, probe)
 PAIRS = {
     'sklearn': (lambda: sklearn.get_config()['transform_output'], lambda v: sklearn.set_config(transform_output=v),
@@ -73,8 +67,6 @@ PAIRS = {
     'matplotlib': (lambda: matplotlib.rcParams['lines.linewidth'],
                    lambda v: matplotlib.rcParams.update({'lines.linewidth': v}), 9.,
                    "__import__('matplotlib').rcParams['lines.linewidth']"),
-    'decimal': (lambda: decimal.getcontext().prec, lambda v: setattr(decimal.getcontext(), 'prec', v), 3,
-                "__import__('decimal').getcontext().prec"),
     'fast path': (torch.backends.mha.get_fastpath_enabled, torch.backends.mha.set_fastpath_enabled, False,
                   "__import__('torch').backends.mha.get_fastpath_enabled()"),
     'cudnn': (lambda: torch.backends.cudnn.deterministic, lambda v: setattr(torch.backends.cudnn, 'deterministic', v),
@@ -83,13 +75,7 @@ PAIRS = {
     'distributions': (lambda: Distribution._validate_args, Distribution.set_default_validate_args, False,
                       "__import__('torch.distributions').distributions.Distribution._validate_args"),
     'sharing': (torch.multiprocessing.get_sharing_strategy, torch.multiprocessing.set_sharing_strategy, 'file_system',
-                "__import__('torch').multiprocessing.get_sharing_strategy()"),
-    'the compiler': (lambda: torch._dynamo.config.suppress_errors,
-                     lambda v: setattr(torch._dynamo.config, 'suppress_errors', v), True,
-                     "__import__('torch._dynamo')._dynamo.config.suppress_errors"),
-    'csv': (csv.field_size_limit, csv.field_size_limit, 10**7, "__import__('csv').field_size_limit()"),
-    'safe globals': (torch.serialization.get_safe_globals, allow, [Image.Image],
-                     "any(o.__name__ == 'Image' for o in __import__('torch').serialization.get_safe_globals())")}
+                "__import__('torch').multiprocessing.get_sharing_strategy()")}
 PROBES = {k: v[-1] for k, v in {**ATTRIBUTES, **PAIRS}.items()}
 
 
@@ -174,9 +160,3 @@ def test_an_import_of_fastais_own_comes_last(tmp_path):
     out = subprocess.run([sys.executable, 'later.py'], cwd=tmp_path, capture_output=True, text=True, timeout=120)
     assert [*map(str.strip, out.stdout.splitlines()[-3:])][0] == 'False', out
     assert 'learn.to_fp16()' in out.stdout and 'No option rubbish' in out.stdout
-
-
-def test_what_torch_registers_at_an_import_is_no_setting(two):
-    found({}, two)
-    import torch.distributed.tensor     # registers classes that `torch.load` accepts
-    assert 'torch.serialization.add_safe_globals' not in notebook_settings()[0]

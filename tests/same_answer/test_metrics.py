@@ -11,6 +11,7 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
                             mse, rmse,
                             skm_to_fastai)
 from torch import nn
+from fastddp.all import CantDistribute
 from fastddp.base import group
 from fastddp.launch.local import Local
 from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, alone_like, values, warm
@@ -149,7 +150,7 @@ def test_any_size_of_the_validation_set(ranks, kind, bs):
 def test_metrics_of_training(ranks, train):
     "Items that a rank doubled or borrowed for batch norm don't count"
     n, launcher = ranks
-    learn = learner(train=train, bs=2, metrics=[accuracy, F1Score(average='macro'), Perplexity(), Spread(), Largest()])
+    learn = learner(train=train, bs=2, metrics=[accuracy, F1Score(average='macro'), Perplexity(), Largest()])
     learn.recorder.train_metrics = True
     seen = Values()
     learn, one = fit_both(learn, n, launcher, 2, cbs=[seen])
@@ -165,7 +166,7 @@ class TwoViews(Callback):
         self.learn.yb = tuple(torch.cat([y, y]) for y in self.yb)
 
 
-@pytest.mark.parametrize('metric', [lambda: accuracy, Spread, Largest])
+@pytest.mark.parametrize('metric', [lambda: accuracy, Largest])
 def test_metrics_of_training_count_all_views(ranks, metric):
     n, launcher = ranks
     learn, seen = learner(train=8*n+1, bs=4, metrics=metric(), cbs=TwoViews()), Values()
@@ -231,7 +232,7 @@ def test_a_list_of_batches_in_the_place_of_the_loader(ranks, loss_func):
     n, launcher = ranks
     pairs = items(20, s=3)
     batches = [tuple(map(torch.stack, zip(*pairs[i:i+5]))) for i in range(0, 20, 5)]
-    learn = learner(metrics=[accuracy, Perplexity(), Spread(), Largest()], loss_func=loss_func)
+    learn = learner(metrics=[accuracy, Perplexity(), Largest()], loss_func=loss_func)
     learn.recorder.train_metrics = True
     cbs = [seen := Values(), Exchange(batches[:3], batches[2:])]
     learn, one = fit_both(learn, n, launcher, 2, cbs=cbs)
@@ -288,14 +289,38 @@ class SumOfInputs(ReadsInput):
     def accumulate(self, learn): self.n += float(learn.x[:, 0].sum())
 
 
+class ReadsTheModel(Metric):
+    "Reads an attribute that the model sets in each forward pass"
+    def reset(self): self.sum = 0.
+    def accumulate(self, learn): self.sum += float(learn.model.kl)
+    @property
+    def value(self): return self.sum
+
+
+class Sets(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.net = mlp()
+    def forward(self, x):
+        out = self.net(x)
+        self.kl = (out.detach()**2).sum()
+        return out
+
+
 @pytest.mark.few(4)
-@pytest.mark.parametrize('metric', [ReadsInput, SumOfInputs])
-@pytest.mark.parametrize('train_metrics', [False, True])
-def test_a_replayed_metric_reads_inputs(ranks, metric, train_metrics):
+@pytest.mark.parametrize('metric', [ReadsInput, SumOfInputs, ReadsTheModel])
+def test_a_metric_may_read_what_it_likes(ranks, metric, capfd):
     n, launcher = ranks
-    learn = learner(train=20, valid=21, metrics=metric())
-    learn.recorder.train_metrics = train_metrics
+    learn = learner(train=20, valid=21, model=Sets(), metrics=metric())
     close(*map(values, fit_both(learn, n, launcher, 2)), 1e-5)
+    assert f"Each worker validates all batches, since {metric.__name__} has a state" in capfd.readouterr().out
+
+
+def test_a_metric_of_training_whose_state_does_not_add_up_is_refused():
+    learn = learner(metrics=Spread())
+    learn.recorder.train_metrics = True
+    with pytest.raises(CantDistribute, match=r"train_metrics=True with Spread.*merge\(states\)"):
+        learn.distrib_fit(1, nprocs=2)
 
 
 def test_losses_are_those_of_the_global_batches(ranks):
