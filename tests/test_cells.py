@@ -310,24 +310,6 @@ import matplotlib.pyplot as plt
 learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Mine())
 learn.distrib_fit(3, nprocs=2)
 assert len(learn.mine.losses) == 3 and learn.mine.who is learn and isinstance(learn.mine.fig, plt.Figure)
-""",
-'the load of the workers is shown while they work, and goes': """
-from fastddp.launch import load
-class Waits(Callback):
-    def after_batch(self): __import__('time').sleep(.1)
-said, show, load._PERIOD = [], load.StatusLine.show, .2
-def shows(self, text):
-    said.append(text)
-    show(self, text)
-load.StatusLine.show = shows
-learn = Learner(loaders(), nn.Linear(8, 2), loss_func=nn.CrossEntropyLoss(), cbs=Waits())
-learn.distrib_fit(1, nprocs=2)
-loads = [o for o in said if 'CPU' in o]
-assert loads and all(o.count('rank') == o.count(' GB') == 2 for o in loads) and said[-1] == '', said
-said.clear()
-learn.distrib_fit(1, nprocs=2)
-assert not [o for o in said if 'CPU' in o], said
-load.StatusLine.show, load._PERIOD = show, 3.
 """}
 
 

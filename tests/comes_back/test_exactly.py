@@ -9,7 +9,7 @@ from fastai.data.core import DataLoaders
 from fastai.optimizer import Adam, Lamb, Larc, Lookahead, OptimWrapper, QHAdam, RAdam, RMSProp, SGD, ranger
 from functools import partial
 from torch import nn
-from fastddp.all import CantDistribute
+from fastddp.all import CantDistribute, InProcess
 from parity import learner, seed, warm
 from spread import long_but
 
@@ -277,14 +277,17 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize('n', long_but([10, 300, 12_000], 300))
-def test_items_of_data_sets(n, launcher):
+@pytest.mark.parametrize('n,here', [(300, False), (30, True), *(pytest.param(n, False, marks=pytest.mark.full)
+                                                                for n in (10, 12_000))])
+def test_items_of_data_sets(n, here, launcher):
+    "On workers, or with `InProcess()`"
     wrong = []
+    options = dict(launcher=InProcess()) if here else dict(nprocs=2, launcher=launcher)
     for name, (make, change) in DATA.items():
         seed()
         dls = DataLoaders.from_dsets(Items(make(n)), Items(make(2)), bs=4, device='cpu', num_workers=0)
         learn = _learner(dls, OfData(change))
-        learn.distrib_fit(2, nprocs=2, launcher=launcher)
+        learn.distrib_fit(2, **options)
         local = Items(make(n))
         for _ in range(2): change(local)
         if plain(learn.dls.train_ds) != plain(local): wrong.append(name)

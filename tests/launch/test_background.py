@@ -546,12 +546,12 @@ def test_writing_is_killed_at_random(kills, tmp_path):
     "The file is always whole"
     rnd, path, learn = random.Random(0), tmp_path/'a.ckpt', learner()
     facts, write = resume.structure_of(learn), resume.write_checkpoint
-    write(path, facts, [(b'first', [])])
+    write(path, facts, 'run', [(b'first', [])])
     for _ in range(kills):
         if not (pid := os.fork()):
             try:
                 for i in range(10**6):
-                    write(path, facts, [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
+                    write(path, facts, 'run', [(bytes([i%256]), [bytes([i%256])*rnd.randrange(1, 10**6)])])
             finally: os._exit(1)
         time.sleep(rnd.random()*.02)
         os.kill(pid, signal.SIGKILL)
@@ -575,14 +575,14 @@ def test_a_pickle_that_is_not_needed_is_not_loaded(where, two, tmp_path):
         path.write_bytes(evil)
         with pytest.raises(CantDistribute, match='no checkpoint of fastddp'): learn.distrib_resume('distrib')
     elif where == 'of another model':
-        resume.write_checkpoint(path, resume.structure_of(learn), [(evil, []), (evil, [])])
+        resume.write_checkpoint(path, resume.structure_of(learn), 'run', [(evil, []), (evil, [])])
         with pytest.raises(CantDistribute, match='another learner: its weights differ'):
             learner(path=tmp_path, model=mlp(n_hid=9)).distrib_resume('distrib')
     else:
         call, graph, (meta, buffers) = resume.read_checkpoint(path, learn)
         i = next(i for i, o in enumerate(buffers) if len(o) >= len(evil))
         buffers[i][:len(evil)] = evil
-        resume.write_checkpoint(path, resume.structure_of(learn), [call, graph, (meta, buffers)])
+        resume.write_checkpoint(path, resume.structure_of(learn), 'run', [call, graph, (meta, buffers)])
         before = weights(learn)
         learn.distrib_resume('distrib')     # all epochs are done: the state comes in
         assert not same(weights(learn), before)
