@@ -17,7 +17,6 @@ from ..base.errors import short_traceback
 from ..base.scoped import allow_interrupts, environment
 from .rank import Context, Job, call
 from ..output.replay import print_line
-from ..payload.buffers import Block
 from ..payload.notes import restoring_sent_classes
 from ..payload.pickling import load
 from ..process.helper import private_folder
@@ -163,14 +162,10 @@ class InProcess(Launcher):
               _group_of_one(device := group.use_device(self.gpu))):
             ctx = Context(rank=0, world_size=1, device=device, emit=lambda e: on_event(0, e),
                           put=put)
-            # in a block as in a worker, so that it is known what the job writes to
-            block = Block()
-            packed = block.write(job.payload)
-            try: res = call(job.work, ctx, packed.meta, block.read(packed, notes_original=True))
+            try: res = call(job.work, ctx, *job.payload.copied())
             except BaseException as e:
                 add_state(e, latest)
                 raise
-            finally: block.close()
         return Outcome(results=[load(*res.copied())], interrupted=False,
                        state=latest.get('state') or latest.get('cut'), epoch=latest.get('epoch'),
                        cut='cut' in latest, phase_ends=ctx.phase_ends)

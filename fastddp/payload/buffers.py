@@ -85,6 +85,10 @@ def original_of(address, n):
         if mapping() is None: continue
         if start <= address and address+n <= start+size: return original+address-start
 
+def has_original():
+    "Return True if a payload that `Block.read` has mapped is still there: not in `InProcess`"
+    return any(mapping() is not None for mapping,*_ in _originals)
+
 _IN_MEMORY,_OF_FILE = np.uint64(3<<62),np.uint64(1<<61)     # of /proc/self/pagemap, since Linux 3.5
 
 def _written_runs(address, n):

@@ -234,7 +234,7 @@ def _write_bytes(buffer, tensors, own):
     "Copy the bytes of a storage into the tensors that show them; yield a `Failed` for each"
     if not len(memoryview(buffer).cast('B')): return
     data = torch.frombuffer(buffer, dtype=torch.uint8)
-    if whole := _storage_of(data.nbytes, tensors, own):
+    if whole := _storage_of(len(data), tensors, own):
         with torch.no_grad(): bytes_of(whole).copy_(data)
         return
     data = data.untyped_storage()

@@ -17,7 +17,7 @@ from torch import nn
 from .kinds import (
     CLASS, CONSTANT, DICT, OPAQUE, TENSOR, Data, Digest, Whole, are_values, arrays_of, has_storage,
     is_equal, is_value, kind, memory_mark, named)
-from .buffers import original_of, written_elsewhere
+from .buffers import has_original, original_of, written_elsewhere
 from .pickling import RankPickler, memory_of, sent_classes
 from .places import Places
 from .reducers import ZEROS, changed_copies, on_gpu
@@ -146,6 +146,11 @@ class Notes:
         self.grads = {} if is_empty else gradients(self.tensors)
         self.start = {i:_Note() if is_empty else self._note(i) for i,k in self.kinds.items()
                       if k not in (None,CONSTANT)}
+        # without a mapping, nothing else tells whether memory in the items of data sets was written
+        closed = () if is_empty or has_original() else places.closed
+        self.contents = {i:self._contents(i) for i in closed if i in self.start}
+    def _contents(self, i):
+        return digest(self.kinds[i].items(self.places.objects[i]), self.numbers)
     def _read(self, i):
         "Return `(attributes, items)` of an object that has members"
         o,k = self.places.objects[i],self.kinds[i]
@@ -224,6 +229,7 @@ class Notes:
             opaque -= found
     def _written_items(self):
         "Return the numbers of the containers of items of data sets in which memory was written"
+        if self.contents: return [i for i,o in self.contents.items() if self._contents(i) != o]
         closed = [i for i in self.places.closed if i in self.start]
         if not closed: return ()
         known = [(s.data_ptr(), s.nbytes()) for s in self.storages.storages.values()]

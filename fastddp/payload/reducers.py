@@ -73,7 +73,7 @@ def _(tensor, pickler):
         # what torch leaves out
         more = _gradient_and_hooks(tensor) if pickler.with_grads and tensor.is_leaf else {}
     if res[0] is torch._utils._rebuild_sparse_tensor: res = load_sparse,*res[1:]
-    if res[0] is torch._utils._rebuild_tensor_v3: res = load_untyped,*res[1:]
+    if res[0] is _REBUILD_UNTYPED: res = load_untyped,*res[1:]
     return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
 
 ZEROS = 'zeros'         # in the place of a gradient of zeros
@@ -97,6 +97,9 @@ class NextHook:
     def __reduce__(self): return number_hooks_from, (RemovableHandle.next_id,)
 
 def number_hooks_from(n): RemovableHandle.next_id = max(RemovableHandle.next_id, n)
+
+# before torch 2.1 there are no such types
+_REBUILD_UNTYPED = getattr(torch._utils, '_rebuild_tensor_v3', torch)
 
 def load_untyped(storage, offset, shape, strides, requires_grad, hooks, dtype, *more):
     "As torch's `_rebuild_tensor_v3`, of float8 and large unsigned integers, for an untyped storage"

@@ -138,7 +138,8 @@ class MergesAndReduces(Reduces):
     def merge(self, states): self.n = sum(s['n'] for s in states)
 
 
-@pytest.mark.parametrize('metric,train_metrics', [(Reduces, False), (MergesAndReduces, False), (MergesAndReduces, True)])
+@pytest.mark.parametrize('metric,train_metrics', [(Reduces, False), (MergesAndReduces, False),
+                                                  (MergesAndReduces, True)])
 def test_a_metric_that_reduces_itself_counts_each_item_once(two, metric, train_metrics):
     learn = learner(train=22, valid=21, metrics=metric())
     learn.recorder.train_metrics = train_metrics
