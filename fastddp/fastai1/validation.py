@@ -27,7 +27,7 @@ class Validation:
     ):
         store_attr()
         self.fastai_validate = basic_train.validate
-        self.is_running = False     # True while fastai's function validates
+        self.depth = 0      # of validations: a callback validates within one
     def __call__(self, model, dl, loss_func=None, cb_handler=None, pbar=None,
                  average=True, n_batch=None):
         "Validate as `basic_train.validate`, whose parameters and result it has"
@@ -36,11 +36,11 @@ class Validation:
         for m in handler.metrics:
             if isinstance(m, AverageMetric): m.world = 0
         # a callback validates within a validation: on this rank alone if it is rank 0's
-        is_inner = self.is_running
+        is_inner = self.depth > 0
         if not is_inner: self.before()
         own_end = handler.on_batch_end
         def on_batch_end(loss): return own_end(loss) or self.ranks.stop_requested()
-        with (nullcontext() if is_inner else self.common, with_attrs(self, is_running=True),
+        with (nullcontext() if is_inner else self.common, with_attrs(self, depth=self.depth+1),
               with_attrs(handler, on_batch_end=on_batch_end)):
             res = self.fastai_validate(model, own_loader(dl), loss_func, handler, pbar, average,
                                        n_batch)

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/510_unsent.ipynb #a7f9e09b
-import re, weakref
+import re
 from contextlib import ExitStack, contextmanager
 
 from ..base.errors import NotPicklable
@@ -41,19 +41,19 @@ def without_unsent(learn, cbs): # The callbacks of a fit
             found += [f'{"learn" if o is learn else type(o).__name__}.{k}' for k in names]
         yield found
 
-_unsent = weakref.WeakKeyDictionary()       # learner -> what its last call has left out
+_unsent = {}        # id of a learner -> what its last call has left out
 
 def sent_with_less(learn, cbs, # The callbacks of a fit
     send # Called without arguments
 ):
     "Return `send()`; if it raises `NotPicklable`, try it again inside `without_unsent`"
-    _unsent.pop(learn, None)
+    _unsent.pop(id(learn), None)
     try: return send()
     except NotPicklable as e: error = without_frames(e)
     with without_unsent(learn, cbs) as names:
         if not names: raise error
         res = send()
-    _unsent[learn] = names
+    _unsent[id(learn)] = names
     print_line(f"{', '.join(names)} can't be sent to the workers and stays here. If code uses it "
                "there, make it in before_fit.")
     return res
@@ -65,6 +65,6 @@ def remedy_for(learn,
     "Return a sentence if an AttributeError names what was left out, else ''"
     if failure.kind != 'AttributeError': return ''
     words = re.findall(r"'(\w+)'", failure.message)
-    named = [o for o in _unsent.get(learn, ()) if o.partition('.')[2] in words]
+    named = [o for o in _unsent.get(id(learn), ()) if o.partition('.')[2] in words]
     return (f"{named[0]} can't be pickled, so it stayed in the notebook: make it in before_fit."
             if named else '')

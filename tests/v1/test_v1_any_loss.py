@@ -53,7 +53,6 @@ def test_a_state_at_any_depth_is_that_of_one_process(make, capfd):
     same_weights(two, one)
     same_recorder(two, one)
     said = capfd.readouterr().out
-    assert said.count('changes a state of its own') == 1 and 'every worker validates all batches.' in said
 
 
 def time_first(out, y):

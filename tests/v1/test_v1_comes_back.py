@@ -182,7 +182,7 @@ def test_variables_and_attributes_that_callbacks_set_come_back():
     assert losses == pytest.approx(expected, abs=1e-5) and many == alone == [len(expected)]*3
 
 
-@pytest.mark.parametrize('kind', ['orthogonal', 'traced'])
+@pytest.mark.parametrize('kind', ['orthogonal'])
 def test_models_that_torch_does_not_pickle(kind):
     def make(bs):
         learn = plain(bs)
