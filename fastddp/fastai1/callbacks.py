@@ -279,24 +279,16 @@ class Bounds(Callback):
 # %% ../../nbs/fastai1/803_callbacks.ipynb #aa441b28
 class _CountAll(Callback):
     """Makes an `AccumulateScheduler` count the items of all ranks: it divides gradients by its
-    `acc_samples`, to which it adds only this rank's items of each batch, also of validation. All
-    ranks have the scheduler, so they meet here at the end of each epoch"""
-    def __init__(self, learn, ranks,
-                 validation, # The `Validation` of the fit
-                 scheduler   # The `AccumulateScheduler`
+    `acc_samples`, to which it adds only this rank's items of a batch"""
+    def __init__(self, learn, scheduler # The `AccumulateScheduler`
     ):
         store_attr()
         self._order = scheduler._order-.5       # right before the scheduler adds, or divides
-    def on_epoch_begin(self, **kwargs): self.n_validated = 0
     def on_batch_begin(self, last_input, train, **kwargs):
         n_own = len(last_input)
         if train:
             self.scheduler.acc_samples += step_of(self.learn.data.train_dl).total-n_own
-        # otherwise each rank validates all batches, and has counted them
-        elif self.validation.is_running: self.n_validated += n_own
-    def on_epoch_end(self, **kwargs):
-        n_all,*_ = self.ranks.all_reduce(self.n_validated)
-        self.scheduler.acc_samples += n_all-self.n_validated
+        # in a validation each rank has all batches, and has counted them
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #68742c06
 class Agree(Callback):
@@ -362,7 +354,7 @@ def distributed_v1(learn,
         sync.sync()
     # Made before `basic_train.validate` is replaced, since it calls fastai's own
     validate = Validation(ranks, common, before_validation)
-    counting = [_CountAll(learn, ranks, validate, cb) for cb in callbacks
+    counting = [_CountAll(learn, cb) for cb in callbacks
                 if is_kind(cb, ['AccumulateScheduler'])]
     in_place = _in_place(learn, ranks, batches, validate, sync_bn and on_gpu, batch)
     with as_rank(ranks, common), in_place:
