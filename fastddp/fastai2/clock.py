@@ -15,7 +15,6 @@ from fastai.learner import Recorder
 
 from ..base import group
 from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
-from ..launch.report import PARTS
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # In this module, without a collective: phases; samples of a GPU; the `Clock`, which has these, and
@@ -97,8 +96,8 @@ class Clock:
         on_gpu=False # The model is on an accelerator: see `DeviceSamples`
     ):
         self.board = board
-        # Seconds: of each kind of `PARTS`; of waiting for other ranks by what those did ('data',
-        # 'callbacks' or 'uneven' computing)
+        # Seconds: of each kind of `report.PARTS`; of waiting for other ranks by what those did
+        # ('data', 'callbacks' or 'uneven' computing)
         self.seconds,self.waits = Counter(),Counter()
         self.slowest = 0.,0,0       # the longest wait for a batch, its epoch, its batch
         self.samples = DeviceSamples(on_gpu)
@@ -113,7 +112,7 @@ class Clock:
         "A clock that stands while this rank waits for others at the board"
         return time.perf_counter()-self.board.waited
     def lap(self, kind):
-        """Count the time since the last look at the clock as `kind`, one of `PARTS`; return its
+        """Count the time since the last look at the clock as `kind`, of `report.PARTS`; return its
         seconds. Waiting for other ranks at the board is left out"""
         now = self._now()
         secs = now-self.last_look

@@ -14,7 +14,7 @@ from fastcore.basics import store_attr
 from .engine import EpochEnd, Outcome, add_state
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
-    first_failure, is_echo, is_timeout, job_stack, place, waits_for_ranks)
+    first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
 from ..process.helper import HELPER_ENDED, note_imports
 from ..process.worker import load_exception
 from ..output.replay import Replay

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_kinds.ipynb #50ea6661
-import array, collections, copyreg, ctypes, datetime, decimal, enum, fractions, functools
+import array, copyreg, ctypes, datetime, decimal, enum, fractions, functools
 import hashlib, operator, pathlib, re, sys, types, uuid, weakref
 from collections import OrderedDict, defaultdict, deque
 from itertools import chain

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/105_patches.ipynb #48937501
-import copy, enum, functools, importlib, marshal, operator, os, pathlib, pickle, sys, types, uuid
+import copy, enum, functools, importlib, marshal, operator, os, pathlib, sys, types, uuid
 import zlib
 from contextlib import suppress
 from itertools import chain

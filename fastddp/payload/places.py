@@ -53,19 +53,23 @@ def attrs_of(o): return getattr(o, '__dict__', {})
 def parts_of_data(loaders):
     """Return the loaders with the data sets that they hold, and the containers of the items of
     these. A data set may be such a container itself, or consist of others"""
-    sets,containers = {},{}         # id -> object
+    sets,containers,seen = {},{},set()      # id -> object; ids
     todo = [*loaders]
     while todo:
         o = todo.pop()
         attrs = attrs_of(o)
-        if id(o) in sets: continue
+        if id(o) in seen: continue
+        seen.add(id(o))
         if kind(o) in _CONTAINERS: containers[id(o)] = o
         else: sets[id(o)] = o
         todo += [attrs[k] for k in _SETS if k in attrs]
         todo += [ds for k in _LISTS if k in attrs for ds in attrs[k]]
         for v in (attrs[k] for k in _ITEMS if k in attrs):
             # the list in one of fastcore's
-            while inner := [attrs_of(v)[k] for k in _ITEMS if k in attrs_of(v)]: v = inner[0]
+            passed = {}             # an object may name itself
+            while id(v) not in passed:
+                passed[id(v)] = v
+                v = next((attrs_of(v)[k] for k in _ITEMS if k in attrs_of(v)), v)
             if kind(v) in _CONTAINERS: containers[id(v)] = v
     return sets,containers
 

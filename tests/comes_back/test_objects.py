@@ -8,7 +8,6 @@ from fastai.learner import Metric
 from fastai.optimizer import OptimWrapper
 from torch import nn
 from fastddp.all import *
-from fastddp.payload.pickling import dump
 from parity import items, learner, mlp, warm
 
 pytestmark = pytest.mark.timeout(120)
@@ -575,11 +574,23 @@ class Queued(torch.utils.data.Dataset):
         except StopIteration: return next(self.begin().it)
 
 
+def test_data_that_names_itself_ends_the_search_for_its_parts():
+    from types import SimpleNamespace
+    from fastddp.payload.places import parts_of_data
+    ds = SimpleNamespace()
+    ds.items = ds.dataset = ds
+    rows = [1, 2]
+    ds.datasets = [SimpleNamespace(items=SimpleNamespace(items=rows))]
+    sets,containers = parts_of_data([ds])
+    assert list(containers) == [id(rows)] and len(sets) == 2
+
+
 @pytest.mark.parametrize('n_processes', [0, 1])
 def test_an_iterator_over_a_loader_is_refused_by_name(n_processes):
     learn = learner(train=8, data=lambda n, s=0: Queued(items(n), n_processes).begin())
     with pytest.raises(NotPicklable, match=r'learn.dls.train.dataset.it\b'): learn.distrib_fit(2, nprocs=2)
-    learn.dls.train_ds.it = learn.dls.valid_ds.it = None      # their processes end
+    # the traceback holds the iterators, and what a test leaves running is killed
+    for dl in learn.dls if n_processes else (): dl.dataset.it._shutdown_workers()
 
 
 def test_a_type_that_a_cell_says_how_to_pickle():

@@ -1,6 +1,6 @@
 """What a fit says about where its time went."""
 import json, sys, time
-import numpy as np, pytest, torch
+import numpy as np, pytest
 from fastai.callback.core import Callback
 from fastddp.all import *
 from fastddp.base.board import Board
