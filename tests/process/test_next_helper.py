@@ -58,6 +58,8 @@ def imported_by_workers(f):
 
 def test_the_next_call_finds_it_imported(module):
     lib = module('lib_slow')
+    wait_for_next()         # what a test before this one has made workers import
+    helper._noted.clear()
     here, report = imported_in_worker(lib)
     assert here and 'lib_slow' in report.split('\n')[0] and '  import ' in report
     first = helper.ensure_helper().popen.pid
