@@ -6,9 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import ctypes, gc, importlib.util, inspect, os, sys
+import gc
 from contextlib import contextmanager, suppress
-from glob import glob
 
 import torch
 from fastcore.basics import num_cpus
@@ -91,69 +90,10 @@ def device_restored():
                 gc.collect()
                 device_module().empty_cache()
 
-# %% ../../nbs/base/007_device.ipynb #62904fb3
-@contextmanager
-def without_tf32():
-    """Context manager in which products and convolutions of float32 numbers are as exact as on the
-    CPU; torch's setting for them is that of the process"""
-    cuda,cudnn,mkldnn = torch.backends.cuda,torch.backends.cudnn,torch.backends.mkldnn
-    if hasattr(cudnn, 'conv'):      # from torch 2.9 on, where the functions below may raise
-        owners = cuda.matmul,cudnn.conv,cudnn.rnn,mkldnn.matmul,mkldnn.conv,mkldnn.rnn
-        before,exact = [o.fp32_precision for o in owners],['ieee']*len(owners)
-        def write(values):
-            for o,v in zip(owners, values): o.fp32_precision = v
-    else:
-        before,exact = (torch.get_float32_matmul_precision(), cudnn.allow_tf32),('highest', False)
-        def write(values):
-            torch.set_float32_matmul_precision(values[0])
-            cudnn.allow_tf32 = values[1]
-    write(exact)
-    try: yield
-    finally: write(before)
-
 # %% ../../nbs/base/007_device.ipynb #b49c2766
-def numa_nodes():
-    "NUMA nodes of this machine, at least one"
-    return max(len(glob('/sys/devices/system/node/node[0-9]*')), 1)
-
-def binds_to_numa():
-    "True if this machine has several NUMA nodes, and torch can bind processes to them"
-    return numa_nodes() > 1 and importlib.util.find_spec('torch.numa') is not None
-
-_bound_gpu = None   # the GPU near whose cores this process runs; None: not bound
-_all_cores = None   # the cores this process had before `bind_near`; None: never bound
-
-def bind_near(
-    gpu # Index of the GPU; None: the CPU
-):
-    "Bind this process to the cores near `gpu`, where the machine has several NUMA nodes"
-    global _bound_gpu,_all_cores
-    if gpu in (None, _bound_gpu) or not binds_to_numa(): return
-    _bound_gpu = gpu
-    _all_cores = _all_cores or os.sched_getaffinity(0)
-    # private in torch, and other in each release: a fit is right without it
-    with suppress(Exception):
-        from torch.numa import binding
-        bind = binding._maybe_apply_numa_binding_to_current_process
-        options = binding.NumaOptions(binding.AffinityMode.NODE,
-                                      should_fall_back_if_binding_fails=True)
-        # `gpu_index`, or `device_index` in later releases
-        index = next(k for k in inspect.signature(bind).parameters if k.endswith('_index'))
-        _give_back_cores()
-        bind(**{index: gpu}, numa_options=options)
-
-def _give_back_cores():
-    """Give the threads of this process all its cores again: torch chooses among the cores that the
-    calling thread has, and binds only the threads that have the same ones"""
-    now = os.sched_getaffinity(0)
-    for thread in map(int, os.listdir('/proc/self/task')):
-        try:
-            if os.sched_getaffinity(thread) == now: os.sched_setaffinity(thread, _all_cores)
-        except OSError: pass        # it has ended
-
 def visible_cores():
-    "Return how many CPU cores this process may use, or might use before `bind_near`"
-    return len(_all_cores) if _all_cores else num_cpus()
+    "Return how many CPU cores this process may use"
+    return num_cpus()
 
 # %% ../../nbs/base/007_device.ipynb #3816bc73
 def reset_device_count():
@@ -163,26 +103,6 @@ def reset_device_count():
 def in_bad_fork():
     "True if the process that this one was forked from had a context: this one can't use the device"
     return device_module()._is_in_bad_fork()
-
-# %% ../../nbs/base/007_device.ipynb #450a10d0
-_M_TRIM_THRESHOLD,_M_TOP_PAD,_M_MMAP_THRESHOLD = -1,-2,-3    # of malloc.h
-
-_MALLOC_OPTIONS = {
-    _M_MMAP_THRESHOLD: 32*2**20,    # the largest that glibc accepts on 64 bits
-    _M_TRIM_THRESHOLD: 2**31-1,     # the largest int: never
-    _M_TOP_PAD: 16*2**20}           # bytes beyond what is needed when the heap grows
-
-def keep_freed_memory():
-    """Have glibc keep freed memory as long as this process lives; `trim_memory` returns it.
-    Without glibc nothing happens"""
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, 'mallopt'):
-        for option,value in _MALLOC_OPTIONS.items(): libc.mallopt(option, value)
-
-def trim_memory():
-    "Return free memory to the system (malloc_trim(3))"
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, 'malloc_trim'): libc.malloc_trim(0)
 
 # %% ../../nbs/base/007_device.ipynb #bec2c49e
 _CGROUP = '/sys/fs/cgroup/'
@@ -201,19 +121,3 @@ def free_memory():
         most,used = (int(open(_CGROUP+o).read()) for o in ('memory.max','memory.current'))
         limits.append(most-used+_read_field(_CGROUP+'memory.stat', 'inactive_file'))
     return min(limits, default=None)
-
-# %% ../../nbs/base/007_device.ipynb #551bd989
-def memory_peak():
-    """Return the most memory that this process has used, in bytes: since `reset_memory_peak` on
-    Linux, else since it began"""
-    with suppress(OSError, StopIteration): return _read_field('/proc/self/status', 'VmHWM:')*1024
-    import resource     # not on Windows, where there are no workers
-    unit = 1 if sys.platform == 'darwin' else 1024      # bytes: macOS doesn't count in KiB
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss*unit
-
-def reset_memory_peak(device # The device of this process, whose peak is reset, too
-):
-    "Have `memory_peak`, and torch's for the device, begin with what is used now"
-    if is_accelerator(device): device_module().reset_peak_memory_stats()
-    # 5 stands for the peak, see proc_pid_clear_refs(5)
-    with suppress(OSError), open('/proc/self/clear_refs', 'w') as f: f.write('5')

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastai.learner import Recorder
 
 from ..base import group
-from ..base.device import device_module, device_of, is_accelerator, memory_peak, visible_cores
+from ..base.device import visible_cores
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # In this module, without a collective: phases; samples of a GPU; the `Clock`, which has these, and
@@ -179,29 +179,16 @@ def numbers_of(
     dl=None # What was validated or predicted; None: it was a fit
 ):
     """Return what this rank says in a `Report`, see `launch.report`: the clock's `totals`; loader
-    processes and cores as numbers; memory and gradients in bytes; how losses were computed;
-    whether orders differed. Peaks of memory are those since `Context.reset_memory_peak`"""
+    processes and cores as numbers; gradients in bytes; how losses were computed"""
     trains = dl is None
     if trains: dl = learn.dls.loaders[0]
     torch_dl = getattr(dl, 'fake_l', dl)    # where a loader of fastai's keeps torch's settings
     n = group.world_size()
     sizes = {k:p.nbytes for k,p in learn.model.named_parameters() if p.requires_grad}
-    on_gpu = is_accelerator(device_of(learn.model))
     exchange_secs = fit.step.passes.exchange_secs+fit.step.overlapped.exchange_secs
     return fit.together.clock.totals(exchange_secs) | dict(
         loaders=getattr(torch_dl, 'num_workers', 0),
         cores=visible_cores()/int(os.environ.get('LOCAL_WORLD_SIZE', n)),
-        on_gpu=on_gpu, peak=memory_peak(),
-        gpu_peak=device_module().max_memory_allocated() if on_gpu else 0,
         grads=sum(sizes.values()) if trains and n > 1 else 0,
         largest=max(sizes.items(), key=itemgetter(1), default=('', 0)),
-        metrics=[_name_of(o) for o in learn.metrics],
-        loss=fit.losses.describe(), averaged=fit.losses.has_averages,
-        order_differed=fit.together.order_differed)
-
-def _name_of(metric):
-    "Return the name of a metric; of one that has none, such as that of a loss module, its class's"
-    # fastai's `AvgMetric` has the name of its function, which may be an object without one
-    try: name = metric.name
-    except Exception: name = None
-    return name if isinstance(name, str) else type(getattr(metric, 'func', metric)).__name__
+        loss=fit.losses.describe())

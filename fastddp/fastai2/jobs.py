@@ -244,7 +244,6 @@ def _train(ctx, noted, learn,
 
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank; return the `Progress` as a dict"
-    ctx.reset_memory_peak()
     learn,cbs,call = unpack(obj, ctx.device)
     sent_cbs = all_cbs(learn, cbs)
     changes = Sender(ctx, learn, cbs, obj['edges'])
@@ -306,7 +305,6 @@ def _sent_loader(learn,
 # %% ../../nbs/fastai2/726_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):
     "Validate this rank's part of a loader with the learner of a snapshot; return an `Inferred`"
-    ctx.reset_memory_peak()
     learn,_,call = unpack(obj, ctx.device)
     dl = _sent_loader(learn, call, ctx.device)
     changes = Sender(ctx, learn, (), obj['edges'], None if isinstance(call['dl'], int) else dl)

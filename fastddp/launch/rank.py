@@ -15,7 +15,7 @@ from fastcore.basics import noop, store_attr
 
 from ..base import board, group
 from ..base.device import (
-    bind_near, device_module, is_accelerator, keep_freed_memory, reset_memory_peak, trim_memory)
+    device_module, is_accelerator)
 from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload import patches
@@ -74,9 +74,6 @@ class Context:
         leaving=False # True if the job has seen `stop_requested` and is ending
     ):
         "Tell the notebook that this rank is alive; here it does nothing"
-    def reset_memory_peak(self):
-        """Measure the most memory that this rank uses from now on. Here it does nothing: the
-        process is the user's, who may measure it, too"""
     def saves_below(self, folder):
         "Note that the job will save files below `folder`; here it does nothing"
     def interruptible(self):
@@ -155,7 +152,6 @@ class _WorkerContext(Context):
                 if self.stop_requested(): raise KeyboardInterrupt
                 yield
             finally: self._channel.on_stop = noop
-    def reset_memory_peak(self): reset_memory_peak(self.device)
 
 # %% ../../nbs/launch/500_rank.ipynb #080e4a9d
 # The process group. A worker joins it in its first job, or before in `join_early`, and stays in it
@@ -184,7 +180,6 @@ _early_phase_ends = []      # `Context.phase_ends` of a `join_early`, until the 
 def join_early(channel, spec):
     "Set up the device and join the group, before the job with the same `spec` arrives"
     device = group.use_device(spec.gpu, spec.threads)
-    bind_near(spec.gpu)
     _join_group(channel, spec, device)
     _early_phase_ends[:] = [('join', time.time())]
 
@@ -202,8 +197,8 @@ def run_on_rank(
     phase_ends = [*_early_phase_ends, ('ship', time.time())]
     _early_phase_ends.clear()
     device = group.use_device(spec.gpu, spec.threads)
-    bind_near(spec.gpu)
-    if device.type == 'cpu': keep_freed_memory()
+    # a batch that is too large is told from what this job has used
+    if is_accelerator(device): device_module().reset_peak_memory_stats()
     set_for_process(*spec.settings)
     with capture_output(lambda e: channel.emit(('show', e)), spec.display):
         _join_group(channel, spec, device)
@@ -228,10 +223,9 @@ def _finish(channel, ctx):
     else: channel.on_idle = lambda: _free_memory(ctx.device)
 
 def _free_memory(device):
-    "Free the job's objects, and return free pages or the GPU's cache to the system"
+    "Free the job's objects, and return the GPU's cache to the system"
     gc.collect()
-    if device.type == 'cpu': trim_memory()
-    else: device_module().empty_cache()
+    if is_accelerator(device): device_module().empty_cache()
 
 # %% ../../nbs/launch/500_rank.ipynb #a618e940
 def notebook_settings():

@@ -12,7 +12,7 @@ from collections import Counter
 from ..output.replay import several
 from ..output.tables import Bar, Bold, Shown
 from ..base import group
-from ..base.device import accelerator_type, binds_to_numa, visible_cores
+from ..base.device import accelerator_type, visible_cores
 
 # %% ../../nbs/launch/504_report.ipynb #ce320300
 # Who uses this: `launch.session` in the notebook; under torchrun `launch.training` and `in_place`
@@ -76,9 +76,7 @@ def facts_of(report):
              f"{format_bytes(layer_bytes)} of them of {layer}, the largest parameter"),
             (longest >= _LONG_WAIT, f"longest wait for a batch {longest:.1f} s: epoch {epoch}, "
                                     f"batch {batch}{starts}"),
-            (True, f"peak memory {', '.join(format_bytes(r['peak']) for r in ranks)}"),
-            (True, f"{busy_cores} cores busy per worker, of {report.cores}"),
-            (report.on_gpu, f"on GPUs {', '.join(format_bytes(r['gpu_peak']) for r in ranks)}")]
+            (True, f"{busy_cores} cores busy per worker, of {report.cores}")]
     return [fact for is_so,fact in rows if is_so]
 
 # %% ../../nbs/launch/504_report.ipynb #e0afe343
@@ -97,10 +95,9 @@ def measure_of(report):
 #   waits      for other ranks, by what those did: 'data', 'callbacks', or 'uneven' (computing)
 #   uneven     the last of these, by rank waited for
 #   slowest    (the longest wait for a batch, its epoch, its batch)
-# In bytes: grads (of a step), largest (parameter, bytes), peak and gpu_peak (memory). Numbers:
-# loaders (processes), cores (its share of the machine's). Also metrics (names), on_gpu, loss (how
-# losses were computed, in words), averaged (True if over ranks), order_differed (True if ranks
-# drew different orders).
+# In bytes: grads (of a step), largest (parameter, bytes). Numbers:
+# loaders (processes), cores (its share of the machine's). Also loss (how losses were computed, in
+# words).
 class Report(Shown):
     """Where the time of one call on the workers went, as text and bars. The first phase begins when
     the report is made"""
@@ -141,8 +138,6 @@ class Report(Shown):
     def total(self): return sum(self.phases.values())       # seconds
     @property
     def start(self): return self.result['first_batch_at']-self.began    # seconds to the first batch
-    @property
-    def on_gpu(self): return self.ranks[0]['on_gpu']
     @property
     def cores(self):
         "The number of CPU cores of all machines that the ranks run on"
@@ -187,7 +182,6 @@ def banner_line(
     if gpus:
         backend = backend or group.backend_for(accelerator_type())
         here = f"GPU{s} {', '.join(map(str, gpus))}, {backend}"
-        if binds_to_numa(): here += ", on the cores near them"
     workers = f"{several(n, 'worker')} ({where or here})"
     per_epoch = '' if steps is None else f", {several(steps, 'step')} per epoch"
     if global_batch is None: return f"{workers}, batches of the batch sampler{per_epoch}"

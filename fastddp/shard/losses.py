@@ -123,11 +123,6 @@ class Losses:
         "Return the argument `reduction` of `shard.loss.loss_part`"
         if self.option == 'sum': return 'sum'
         return None if self.kind(f) == WEIGHTED else 'mean'
-    @property
-    def has_averages(self):
-        "Return True if a loss is averaged over ranks, though the user hasn't said so"
-        return self.option != 'mean' and any(kind == AVERAGED for _,kind in self.kinds.values())
-
     # State
     def needs_watching(self, f, training):
         "Return True if it isn't known yet whether calls of `f` change a state"

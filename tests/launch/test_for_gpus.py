@@ -6,64 +6,9 @@ from torch import nn
 from fastddp.all import in_torchddp
 from fastddp.base import device, failure, group
 from fastddp.base.scoped import with_attrs
-from fastddp.fastai2 import check
 from fastddp.process.worker import Surroundings
 from fastddp.shard.gradients import graph_of
 from parity import learner
-
-
-@pytest.fixture
-def numa(monkeypatch):
-    "A machine with two NUMA nodes; replaces torch's function that binds to one"
-    binding = pytest.importorskip('torch.numa.binding')
-    for k, v in dict(binds_to_numa=lambda: True, _bound_gpu=None, _all_cores=None).items():
-        monkeypatch.setattr(device, k, v)
-    def replace(f): monkeypatch.setattr(binding, '_maybe_apply_numa_binding_to_current_process', f)
-    return replace
-
-
-def test_binding_to_a_numa_node_by_each_name_of_the_argument(numa):
-    bound = []
-    def of_2_9(*, gpu_index, numa_options): bound.append(gpu_index)
-    def of_2_10(*, device_index, numa_options): bound.append(device_index)
-    for gpu, f in enumerate((of_2_9, of_2_10), 1):
-        numa(f)
-        device.bind_near(gpu)
-    assert bound == [1, 2]
-
-
-def test_a_binding_that_fails_fails_no_fit(numa):
-    def fails(*, device_index, numa_options): raise TypeError('on purpose')
-    def other(numa_options): 1/0
-    for gpu, f in enumerate((fails, other, None)):
-        numa(f)
-        device.bind_near(gpu)
-
-
-def tf32():
-    "As torch says it, since 2.9 in another way"
-    cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
-    if hasattr(cudnn, 'conv'): return matmul.fp32_precision, cudnn.conv.fp32_precision
-    return torch.get_float32_matmul_precision(), cudnn.allow_tf32
-
-
-def old_way(precision): torch.set_float32_matmul_precision('high' if precision == 'tf32' else 'highest')
-def new_way(precision): torch.backends.cuda.matmul.fp32_precision = precision
-
-
-@pytest.mark.parametrize('way', [old_way, new_way])
-def test_a_check_compares_without_tf32(way, monkeypatch):
-    if way is new_way and not hasattr(torch.backends.cudnn, 'conv'): pytest.skip("torch's new way")
-    seen, train = [], check._train_both
-    def train_both(*args):
-        seen.append(tf32())
-        return train(*args)
-    monkeypatch.setattr(check, '_train_both', train_both)
-    way('tf32')
-    found = tf32()
-    try: assert str(learner().distrib_check(steps=1, nprocs=2)) and tf32() == found
-    finally: way('ieee')
-    assert seen and found not in seen and len({*seen}) == 1
 
 
 def test_the_environment_is_written_only_where_it_differs(monkeypatch):

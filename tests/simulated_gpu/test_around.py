@@ -48,7 +48,7 @@ def test_bench_with_a_row_that_has_no_memory():
     device.set_limit(3*2**21)
     res = learn.distrib_bench(nprocs=2, bs=[6, 6000], num_workers=[0], steps=2)
     device.set_limit(0)
-    assert [o.rate > 0 for o in res] == [True, False], res
+    assert [o.rate > 0 for o in res][1:] == [True, False], res
     assert 'out of memory' in str(res)
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters())) and places(learn) == {gpu()}
     learn.distrib_fit(1, gpus=[0, 1])
