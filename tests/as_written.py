@@ -14,6 +14,7 @@ from fastai.losses import CrossEntropyLossFlat
 from fastai.optimizer import OptimWrapper
 from fastcore.foundation import L
 from torch import nn
+from torch.utils import _pytree
 from parity import items, learner, mlp, seed
 
 AVERAGED = set()
@@ -70,13 +71,21 @@ class Output(OrderedDict):
         vars(self).update(kw)
 
 
+# as transformers does for each of its classes
+_pytree.register_pytree_node(Output, lambda o: ([*o.values()], [*o]),
+                             lambda new, names: Output(**dict(zip(names, new))))
+
+
 def logits_loss(o, y): return F.cross_entropy(o.logits, y)
 def logits_std(o, y): return F.cross_entropy(o.logits, y)+o.logits.std()
 def named_tuple(): return dict(model=Wraps(lambda t: Named(t, t.detach())), loss_func=logits_std)
 def data_class(): return dict(model=Wraps(Data), loss_func=logits_std)
 def frozen_data_class(): return dict(model=Wraps(Frozen), loss_func=logits_std)
+@averaged
 def object_with_slots(): return dict(model=Wraps(Slots), loss_func=logits_loss)
+@averaged
 def plain_object(): return dict(model=Wraps(lambda t: SimpleNamespace(logits=t, name='x')), loss_func=logits_std)
+@averaged
 def dict_with_attributes(): return dict(model=Wraps(lambda t: Attributes(logits=t)), loss_func=logits_std)
 def library_output(): return dict(model=Wraps(lambda t: Output(logits=t, loss=None)), loss_func=logits_std)
 def output_with_a_cache():
@@ -250,6 +259,7 @@ def energy(o, y): return o.logsumexp(1).mean()-o.gather(1, y[:, None]).mean()+.1
 def energy_based(): return dict(loss_func=energy)
 def gaussian(o, y): return -torch.distributions.Normal(o[:, :1], o[:, 1:2].exp()).log_prob(y).mean()
 def likelihood(): return dict(data=floats, model=mlp(n_out=2), loss_func=gaussian)
+@averaged
 @averaged
 def distribution_as_output():
     return dict(data=floats, model=Wraps(lambda t: torch.distributions.Normal(t[:, :1], t[:, 1:].exp()), 2),

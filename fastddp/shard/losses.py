@@ -43,8 +43,8 @@ _ASK = "If it is a sum, pass loss='sum'."
 _WHOLE = ("{} is computed over the predictions of all workers: {} to exchange per step. If it is a "
           "mean over items, loss='mean' gives the same result faster.")
 _TOO_LARGE = "The predictions for {} have {} in a batch, too much to exchange"
-_NO_ROWS = ("No prediction for {} has the items in dimension 0, so it can't be computed over those "
-            "of all workers")
+_NO_ROWS = ("No prediction for {} is a tensor (in tuples, dicts, dataclasses) with the items in "
+            "dimension 0, so it can't be computed over those of all workers")
 _UNCLEAR = ("The predictions for {} have as many entries in dimension 1 as in dimension 0, so the "
             "items may be in either (loss='gather' says that they are in dimension 0)")
 _NO_FIT = ("The workers' predictions for {} have different shapes or types, so it can't be "

@@ -10,11 +10,10 @@ import itertools
 from contextlib import nullcontext
 
 import torch
-from fastcore.foundation import L
 
 from .sharded import (
     Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration, pad_shard)
-from .trees import is_list_of_items, map_tensors, parts_of, tensors_in
+from .trees import is_list_of_items, is_object, map_tensors, tensors_in
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
 def n_items(b):
@@ -24,15 +23,9 @@ def n_items(b):
     at_top = [o for o in parts if isinstance(o, torch.Tensor)]
     return next((len(t) for t in (*at_top, *tensors_in(b)) if t.ndim), 1)
 
-def can_be_cut(b,
-    size # Its number of items
-):
-    "False if the batch has an object with tensors that don't have a row for each item"
-    if isinstance(b, torch.Tensor): return True
-    items,attrs = parts_of(b)
-    if isinstance(b, L): attrs = {}     # these are its items
-    rows = {len(t) for t in tensors_in([*attrs.values()]) if t.ndim}
-    return rows <= {size} and all(can_be_cut(o, size) for o in items.values())
+def can_be_cut(b):
+    "False if the batch has an object that isn't looked into, such as graphs in one piece"
+    return not any(map(is_object, tensors_in(b, is_object)))
 
 # %% ../../nbs/shard/305_read_whole.ipynb #104f6f4f
 class ReadWhole(Sharded):
@@ -86,12 +79,12 @@ class ReadWhole(Sharded):
         "Return this rank's rows of the batch of this number, and the range of its items"
         s = self._shard
         own = range(total)[s.rank::s.n]
-        if not can_be_cut(b, total): own = range(total if number%s.n == s.rank else 0)
+        if not can_be_cut(b): own = range(total if number%s.n == s.rank else 0)
         return self._fed(b, total, own), own
     def _fed(self, b, size, own):
         """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
         it can't be cut. All of it counts then, or, if there are no rows `own`, nothing"""
-        if not can_be_cut(b, size): return b
+        if not can_be_cut(b): return b
         rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
         def part(o):
             if not isinstance(o, torch.Tensor): return type(o)(o[i] for i in rows.tolist())

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
-import contextlib, functools, numbers, os, zlib
+import contextlib, functools, numbers, os, pickle, zlib
 from multiprocessing.queues import Queue
 from types import MethodType
 from typing import NamedTuple
@@ -18,7 +18,7 @@ from torch._utils import ExceptionWrapper
 from ..base import group
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
-from .trees import as_plain, map_tensors
+from .trees import is_object, map_tensors
 
 # %% ../../nbs/shard/301_sharded.ipynb #a3c0e501
 # N ranks read the batches that one process would read with N times the batch size. The sections:
@@ -307,9 +307,13 @@ def original(dl):
 def checksum(tree):
     "Return a number that differs where the tensors and numbers in a tree do"
     def described(t):
+        if not isinstance(t, torch.Tensor):
+            # one that pickle doesn't know differs nowhere
+            with contextlib.suppress(Exception): return zlib.crc32(pickle.dumps(t))
+            return None
         data = group.bytes_of(t.detach().cpu()).numpy()
         return str(t.dtype), [*t.shape], zlib.crc32(data)
-    return float(zlib.crc32(repr(as_plain(map_tensors(described, tree))).encode()))
+    return float(zlib.crc32(repr(map_tensors(described, tree, is_object)).encode()))
 
 _END = object()
 

@@ -6,61 +6,38 @@
 __all__ = []
 
 # %% ../../nbs/shard/300_trees.ipynb #edcc5206
-import copyreg
-from collections import OrderedDict
-from types import FunctionType, MethodType, ModuleType
+import copy, pickle
+from dataclasses import fields, is_dataclass
 
 import torch
-from fastcore.basics import GetAttr
+from cloudpickle import cloudpickle
 from fastcore.foundation import L
 from torch.utils import _pytree
 
-from ..base import group
-
-# %% ../../nbs/shard/300_trees.ipynb #9da6a689
-# Objects that aren't searched for tensors: a model, code, and fastai's learners, callbacks, loaders
-_OPAQUE = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
-
-def attrs_of(o):
-    "Return the attributes of an object as a dict, those in `__slots__` too"
-    in_slots = {k:getattr(o, k) for k in copyreg._slotnames(type(o)) if hasattr(o, k)}
-    return in_slots | getattr(o, '__dict__', {})
-
-def parts_of(o):
-    """Return what an object holds, as `(items, attributes)`: two dicts. A list or tuple has its
-    indices as keys of the first one; an object that is no container has attributes only"""
-    if isinstance(o, _OPAQUE) and not isinstance(o, L): return {}, {}
-    items = {}
-    if isinstance(o, dict): items = dict(o.items())
-    elif isinstance(o, (list,tuple)): items = dict(enumerate(o))
-    return items, attrs_of(o)
-
-def _with_parts(o, items, attrs):
-    "Return a copy of `o` that holds these `items` and `attrs`. No constructor of its class runs"
-    cls = type(o)
-    if isinstance(o, tuple): new = tuple.__new__(cls, items.values())
-    else:
-        new = cls.__new__(cls)
-        # of an `OrderedDict`, such as an output of transformers, `dict` doesn't know the order
-        kind = OrderedDict if isinstance(o, OrderedDict) else dict
-        for k,v in items.items() if isinstance(o, dict) else (): kind.__setitem__(new, k, v)
-        if isinstance(o, list): list.extend(new, items.values())
-    for k,v in attrs.items(): object.__setattr__(new, k, v)
-    return new
+from fastddp.base import group
 
 # %% ../../nbs/shard/300_trees.ipynb #04aff733
 _PLAIN = str,bytes,int,float,complex,type(None)
 
-def _children_of(o):
-    "Return what an object holds as a list, and a function that copies it with another list"
+def _node(o):
+    """Return what a container holds as a list, and a function that copies it with another list;
+    None for another object"""
     node = _pytree.SUPPORTED_NODES.get(_pytree._get_node_type(o))
     if node:
         children,context = node.flatten_fn(o)
         return [*children], lambda new: node.unflatten_fn(new, context)
-    items,attrs = parts_of(o)
+    if isinstance(o, L): return [*o], L
+    if not is_dataclass(o) or isinstance(o, type): return None
+    names = [f.name for f in fields(o) if hasattr(o, f.name)]
     def copied(new):
-        return _with_parts(o, dict(zip(items, new)), dict(zip(attrs, new[len(items):])))
-    return [*items.values(), *attrs.values()], copied
+        res = copy.copy(o)
+        for k,v in zip(names, new): object.__setattr__(res, k, v)     # it may be frozen
+        return res
+    return [getattr(o, k) for k in names], copied
+
+def is_object(o):
+    "True for an object that isn't looked into"
+    return not (isinstance(o, (*_PLAIN,torch.Tensor)) or _node(o))
 
 def map_tensors(f, tree,
     is_leaf=lambda o: False # True for other objects that `f` takes, beside tensors
@@ -74,7 +51,7 @@ def map_tensors(f, tree,
         if isinstance(o, torch.Tensor) or is_leaf(o): new = f(o)
         else:
             done[id(o)] = o     # where a part of it refers to it
-            children,copied = _children_of(o)
+            children,copied = _node(o) or ([], None)
             mapped = [*map(visit, children)]
             new = o if all(a is b for a,b in zip(mapped, children)) else copied(mapped)
         done[id(o)] = new
@@ -111,69 +88,14 @@ def is_list_of_items(o, # A part of the predictions or targets
     return all(map(tensors_in, o)) and not all(map(is_head, o))
 
 # %% ../../nbs/shard/300_trees.ipynb #1a38725f
-_CLASS = 'fastddp: class'      # the key of a class's name
+def pickle_of(tree):
+    "Return the pickle of a tree, also with objects of cells' classes"
+    try: return pickle.dumps(tree)
+    except Exception: return cloudpickle.dumps(tree)
 
-def class_name(o): return f"{type(o).__module__}.{type(o).__qualname__}"
-
-def as_plain(tree,
-    examples=None # Dict that gets each object, by the name of its class
-):
-    "Return `tree` in lists, tuples, dicts and tensors. A value that isn't plain becomes None"
-    examples = {} if examples is None else examples
-    done = {}       # id of an object -> what it became, None while a part of it is visited
-    def visit(o):
-        if isinstance(o, _PLAIN): return o
-        if id(o) not in done:
-            done[id(o)] = None
-            done[id(o)] = plain(o)
-        return done[id(o)]
-    def plain(o):
-        if isinstance(o, torch.Tensor): return o.detach()
-        if type(o) in (list,tuple): return type(o)(map(visit, o))
-        items,attrs = ({k:visit(v) for k,v in part.items()} for part in parts_of(o))
-        if type(o) is dict: return items
-        if not (items or attrs or isinstance(o, (list,tuple,dict))): return None
-        examples.setdefault(class_name(o), o)
-        return {_CLASS: class_name(o), 'items': items, 'attrs': attrs}
-    return visit(tree)
-
-class Stand(dict):
-    "Stands for an object of a class that this rank has no object of: items and attributes"
-    def __init__(self, items=(), attrs=()):
-        super().__init__(items)
-        vars(self).update(attrs)
-    def __iter__(self):
-        is_sequence = [*self.keys()] == [*range(len(self))]
-        return iter(self.values()) if is_sequence else iter(self.keys())
-    def __getattr__(self, k):
-        if k in self: return self[k]
-        raise AttributeError(k)
-
-def from_plain(o, examples): # As of `as_plain`, of this rank's own trees
-    "Return the tree of which `as_plain` has made `o`"
-    if type(o) in (list,tuple): return type(o)(from_plain(v, examples) for v in o)
-    if not isinstance(o, dict): return o
-    if _CLASS not in o: return {k:from_plain(v, examples) for k,v in o.items()}
-    items,attrs = (from_plain(o[k], examples) for k in ('items','attrs'))
-    known = examples.get(o[_CLASS])
-    return Stand(items, attrs) if known is None else _with_parts(known, items, attrs)
-
-# %% ../../nbs/shard/300_trees.ipynb #833123e5
-def trees_of_ranks(tree, # This rank's; None: it has none now
-    examples # A dict of objects of the classes in its trees: see `as_plain`
-):
-    "Return the trees of all ranks, in rank order, with tensors on the CPU. A collective operation"
-    found = group.all_gather_object(as_plain(tree, examples))
-    trees = [from_plain(o, examples) for o in found]
-    trees[group.rank()] = tree      # its values that aren't plain were not sent
+def trees_of_ranks(tree):
+    """Return the trees of all ranks, in rank order, with tensors on the CPU; this rank's is `tree`.
+    A collective operation"""
+    trees = [pickle.loads(o) for o in group.all_gather_object(pickle_of(on_cpu(tree)))]
+    trees[group.rank()] = tree
     return trees
-
-def turns_of_ranks(trees # This rank's, one for each of its turns
-):
-    """Yield the trees of all ranks in the order of their turns: the first one of each rank, then
-    the second ones. A collective operation in each round: all ranks take all trees"""
-    examples = {}
-    as_plain(trees, examples)
-    for k in range(max(group.all_gather_object(len(trees)))):
-        own = trees[k] if k < len(trees) else None
-        yield from (o for o in trees_of_ranks(own, examples) if o is not None)

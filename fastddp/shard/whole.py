@@ -14,7 +14,7 @@ import torch
 
 from ..base import group
 from .trees import (
-    as_plain, is_list_of_items, map_tensors, tensors_in, trees_of_ranks, with_tensors)
+    is_list_of_items, map_tensors, tensors_in, trees_of_ranks, with_tensors)
 
 # %% ../../nbs/shard/306_whole.ipynb #3a9105ae
 def by_item(t, k): # A tensor with `k` views of each item
@@ -49,6 +49,15 @@ class _ScaleGradient(torch.autograd.Function):
 
 _LIST = 'list'
 
+class Leaf(NamedTuple):
+    "A tensor of a `Part`, or a list with an entry for each item"
+    given:object    # As the model, the loader or a callback has made it
+    value:object    # Without what doesn't count; a tensor has one row for each item
+    rows:object     # `_LIST`, the rows that each item has in the tensor, or 0
+    numbers:bool    # It numbers the rows of the batch
+    @property
+    def is_list(self): return self.rows == _LIST
+
 class Part:
     """This rank's part of a training batch. Attributes:
 
@@ -56,10 +65,8 @@ class Part:
         n, count    items that the model was fed, and how many of these count: the first ones
         views       rows that a tensor may have for each item, beside one
         positions   of the items that count, by which those of all ranks are sorted
-        kinds       of each leaf of the tree: `_LIST`, the rows that each item has in a tensor, or 0
-        numbers     of each leaf: it numbers the rows of the batch
-        own         the leaves, without what doesn't count; tensors have one row for each item
-        preds       leaves of the predictions and their kinds, as pairs
+        leaves      a `Leaf` for each tensor and list of items of the tree
+        preds       those of the predictions
         was_differentiated  a gradient was computed through what `join` returned"""
     was_differentiated = False
     def __init__(self, pred, yb,
@@ -73,13 +80,8 @@ class Part:
         self.tree = [pred, *yb, *more]
         self.in_pass = in_pass
         self._count(yb, xb, step)
-        leaves = tensors_in(self.tree, self._is_list)
-        self.kinds = [*map(self._kind, leaves)]
-        self.numbers = [*map(_numbers_rows, leaves, self.kinds)]
-        self.own = [*map(self._counted, leaves, self.kinds, self.numbers)]
-        self.preds = [*zip(leaves, self.kinds)][:len(tensors_in(pred, self._is_list))]
-        self._examples = {}     # of the entries of lists: a rank without items has none of its own
-        as_plain([o for o,kind in zip(leaves, self.kinds) if kind == _LIST], self._examples)
+        self.leaves = [*map(self._leaf, tensors_in(self.tree, self._is_list))]
+        self.preds = self.leaves[:len(tensors_in(pred, self._is_list))]
 
     # What belongs to an item
     def _count(self, yb, xb, step):
@@ -97,29 +99,31 @@ class Part:
         fed = length([o for o in xb[:1] if isinstance(o, torch.Tensor)])
         self.views = max(o//self.n for o in (rows, fed, self.n) if not o%self.n) if self.n else 1
     def _is_list(self, o): return o is not self.tree and is_list_of_items(o, self.n)
-    def _kind(self, o):
-        if not isinstance(o, torch.Tensor): return _LIST
-        return next((k for k in (1, self.views) if o.ndim and len(o) == k*self.n), 0)
-    def _counted(self, o, kind, numbers):
-        if kind == 0: return o
-        if kind == _LIST: return [*o][:self.count]
-        t = by_item(o, kind)[:self.count]
+    def _leaf(self, o):
+        if not isinstance(o, torch.Tensor): return Leaf(o, [*o][:self.count], _LIST, False)
+        rows = next((k for k in (1, self.views) if o.ndim and len(o) == k*self.n), 0)
+        if not rows: return Leaf(o, o, 0, False)
+        numbers = _numbers_rows(o, rows)
+        t = by_item(o, rows)[:self.count]
         # as a view and an item that counts: what else is fed is a copy of one
-        return t//self.n*self.count + (t%self.n).clamp(max=max(self.count-1, 0)) if numbers else t
+        if numbers: t = t//self.n*self.count + (t%self.n).clamp(max=max(self.count-1, 0))
+        return Leaf(o, t, rows, numbers)
     def counted(self):
         "Return the tree without what doesn't count"
-        leaves = [from_items(o, kind) if kind == self.views else o
-                  for o,kind in zip(self.own, self.kinds)]
+        leaves = [from_items(o.value, o.rows) if o.rows == self.views else o.value
+                  for o in self.leaves]
         return with_tensors(self.tree, leaves, self._is_list)
 
     # What the ranks say of their parts
     def sizes(self):
         "Return the `Sizes` as a dict"
-        shapes = [kind != _LIST and (str(o.dtype), [*(o.shape[1:] if kind else o.shape)])
-                  for o,kind in zip(self.own, self.kinds)]
-        layout = float(zlib.crc32(repr((self.kinds, self.numbers, shapes)).encode()))
-        of_items = [o for o,kind in self.preds if kind]
-        return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors_in(self.own)),
+        def described(o):
+            if o.is_list: return _LIST
+            return o.rows, o.numbers, str(o.value.dtype), [*o.value.shape[bool(o.rows):]]
+        layout = float(zlib.crc32(repr([*map(described, self.leaves)]).encode()))
+        of_items = [o.given for o in self.preds if o.rows]
+        tensors = tensors_in([o.value for o in self.leaves])
+        return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors),
                     items=self.count, layout=layout if of_items else NO_ROWS,
                     clear=any(map(self._is_clear, of_items)))
     def _is_clear(self, o):
@@ -131,7 +135,7 @@ class Part:
         return any(s and s in (own[:len(s)], own[-len(s):]) for s in shapes)
     def has_number(self):
         "Return True if some prediction has no rows, and a gradient, such as a loss of the model's"
-        return any(kind == 0 and o.requires_grad for o,kind in self.preds)
+        return any(o.rows == 0 and o.value.requires_grad for o in self.preds)
 
     # The parts of all ranks
     def exchange(self,
@@ -139,15 +143,15 @@ class Part:
     ):
         "Return what all ranks have, for `join`. A collective operation, the only one"
         positions = torch.tensor(self.positions, dtype=torch.int64)
-        kinds = [1, *(o for o in self.kinds if o != _LIST)]
-        sent = [positions, *(o for o,kind in zip(self.own, self.kinds) if kind != _LIST)]
-        shapes = [[(m,*t.shape[1:]) if kind else t.shape for t,kind in zip(sent, kinds)]
+        tensors = [o for o in self.leaves if not o.is_list]
+        sent = [positions, *(o.value for o in tensors)]
+        shapes = [[(m,), *((m,*o.value.shape[1:]) if o.rows else o.value.shape for o in tensors)]
                   for m in counts]
         positions,*tensors = zip(*group.all_gather_tensors(sent, shapes))
-        lists = [o for o,kind in zip(self.own, self.kinds) if kind == _LIST]
-        lists = zip(*trees_of_ranks(lists, self._examples)) if lists else iter(())
+        lists = [o.value for o in self.leaves if o.is_list]
+        lists = zip(*trees_of_ranks(lists)) if lists else iter(())
         tensors = iter(tensors)
-        columns = [[*next(lists if kind == _LIST else tensors)] for kind in self.kinds]
+        columns = [[*next(lists if o.is_list else tensors)] for o in self.leaves]
         return counts, torch.cat(positions).argsort(), columns
     def join(self, counts, order, columns): # As of `exchange`
         """Return the tree of all ranks in the order of one process. Gradients flow to this rank's
@@ -159,29 +163,31 @@ class Part:
             has_grad = t.requires_grad and self.count
             return _ScaleGradient.apply(t, factor) if has_grad else t
         rank = group.rank()
-        def joined(o, kind, numbers, parts):
-            if kind == _LIST:
+        def joined(leaf, parts):
+            o = leaf.value
+            if leaf.is_list:
                 device = tensors_in(self.tree)[0].device
                 parts[rank] = map_tensors(scaled, parts[rank])
                 entries = [map_tensors(lambda t: t.to(device), e) for part in parts for e in part]
                 return [entries[i] for i in order.tolist()]
-            if o.ndim and not kind: return o
+            if o.ndim and not leaf.rows: return o
             parts = [part.to(o.device) for part in parts]
-            if numbers: parts = _renumbered(parts, counts, order)
+            if leaf.numbers: parts = _renumbered(parts, counts, order)
             else: parts[rank] = scaled(o).as_subclass(torch.Tensor)
-            if kind: t = from_items(torch.cat(parts)[order.to(o.device)], kind)
+            if leaf.rows: t = from_items(torch.cat(parts)[order.to(o.device)], leaf.rows)
             # an integer that is the same on all ranks must not be rounded down
             else: t = sum(part*m if part.is_floating_point() else part.double()*m
                           for part,m in zip(parts, counts))/sum(counts)
             # of the same kind of fastai's tensors, which have methods of their own
             return t.to(o.dtype).as_subclass(type(o))
-        whole = [*map(joined, self.own, self.kinds, self.numbers, columns)]
+        whole = [*map(joined, self.leaves, columns)]
         return with_tensors(self.tree, whole, self._is_list)
 
-def _numbers_rows(t, kind): # As of `Part.kinds`
+def _numbers_rows(t, rows): # As of `Leaf.rows`
     """True for targets that are the numbers of the batch's rows in some order, such as where
-    another view of the item is. No classes are like this: all views of an item are of one class"""
-    if kind in (0,1,_LIST) or t.ndim != 1 or t.dtype not in (torch.int64,torch.int32): return False
+    another view of the item is: github.com/KeremTurgutlu/self_supervised makes these for SimCLR. No
+    classes are like this: all views of an item are of one class"""
+    if rows == 1 or t.ndim != 1 or t.dtype not in (torch.int64,torch.int32): return False
     return torch.equal(t.sort().values.long(), torch.arange(len(t), device=t.device))
 
 def _renumbered(parts, counts, order):

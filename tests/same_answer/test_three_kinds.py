@@ -207,7 +207,7 @@ def test_a_sum_whose_items_are_not_in_dimension_0_is_told_that_it_is_divided(two
     one = alone_like(learn, 2)
     learn.distrib_fit(1, nprocs=2, launcher=two)
     said = capfd.readouterr().out
-    assert 'No prediction for sums has the items in dimension 0' in said
+    assert 'No prediction for sums is a tensor' in said
     assert "a sum over items is divided by 2. If it is a sum, pass loss='sum'." in said and 'reads more' not in said
     learn.model.load_state_dict(one.model.state_dict())
     assert_same(*fit_both(learn, 2, two, 1, ddp=dict(loss='sum')))

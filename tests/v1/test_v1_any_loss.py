@@ -71,7 +71,7 @@ def test_what_a_line_says_of_a_sum_that_is_averaged(capfd):
     learn.layer_groups = [learn.model]
     learn.distrib_fit(1, 1e-2, nprocs=2)
     said = capfd.readouterr().out
-    assert 'No prediction for time_first has the items in dimension 0' in said
+    assert 'No prediction for time_first is a tensor' in said
     assert "a sum over items is divided by 2. If it is a sum, pass loss='sum'." in said
 
 
