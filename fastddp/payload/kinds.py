@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_kinds.ipynb #50ea6661
-import array, copyreg, ctypes, datetime, decimal, enum, fractions, functools
+import copyreg, ctypes, datetime, decimal, enum, fractions, functools
 import hashlib, operator, pathlib, re, sys, types, uuid, weakref
 from collections import OrderedDict, defaultdict, deque
 from itertools import chain
@@ -186,14 +186,11 @@ class Module(Kind):
                 and (is_value(v) or kind(v) is None or not _is_imported(k, v))}
 
 # %% ../../nbs/payload/106_kinds.ipynb #76d042dd
-_WEAK_DICTS = weakref.WeakKeyDictionary, weakref.WeakValueDictionary
-_WEAK = *_WEAK_DICTS, weakref.WeakSet
-
 def _builtin(o, *types): return next(c for c in type(o).__mro__ if c in types)
 
 def _own_attributes(o, plain):
     "Return the attributes of a container of a subclass; none for one of the `plain` classes"
-    return {} if type(o) in plain or isinstance(o, _WEAK) else attributes(o)
+    return {} if type(o) in plain else attributes(o)
 
 class Dict(Attributes):
     "A dict. What a plain key holds is a member of the name `('key', k)`"
@@ -220,7 +217,7 @@ class Dict(Attributes):
         pairs = items.items() if type(items) is dict else zip(items[:n], items[n:])
         for k,v in pairs: base.__setitem__(o, k, v)
 
-def _base_of_dict(o): return _builtin(o, OrderedDict, dict, *_WEAK_DICTS)
+def _base_of_dict(o): return _builtin(o, OrderedDict, dict)
 
 class Sequence(Attributes):
     "A list, or an array of objects"
@@ -239,11 +236,10 @@ class Sequence(Attributes):
 class Set(Sequence):
     "A set: its items have no place of their own, they are compared by their pickle"
     is_hashed = True
-    def items(self, o): return [*_builtin(o, set, weakref.WeakSet).__iter__(o)]
+    def items(self, o): return [*set.__iter__(o)]
     def fill(self, o, items):
-        base = _builtin(o, set, weakref.WeakSet)
-        base.clear(o)
-        base.update(o, items)
+        set.clear(o)
+        set.update(o, items)
 
 # %% ../../nbs/payload/106_kinds.ipynb #52ab3d4b
 def has_storage(t):
@@ -320,17 +316,6 @@ class Array(Whole):
         o.view(np.ndarray)[...] = new
         if attrs: vars(o).update(attrs)
 
-class Bytes(Whole):
-    "A bytearray, or an array of Python's own"
-    def mark(self, o, is_end, is_data=False):
-        return None if _attributes_of_subclass(o, *_BYTES) else (len(o), digest_of(o))
-    def items(self, o): return o[:], _attributes_of_subclass(o, *_BYTES)
-    def fill(self, o, new):
-        o[:],attrs = new
-        if attrs: vars(o).update(attrs)
-
-_BYTES = bytearray, array.array
-
 def _attributes_of_subclass(o, *plain): return None if type(o) in plain else attributes(o)
 
 class Held(list):
@@ -400,21 +385,21 @@ def _reduced(o):
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE = Class(),Module()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
-TENSOR,ARRAY,BYTES = Tensor(),Array(),Bytes()
+TENSOR,ARRAY = Tensor(),Array()
 TABLE,INDEX,STATE = Table(),Index(),State()
 CONSTANT = 'constant'   # can't change itself, but refers to others that can
 OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
 
 # %% ../../nbs/payload/106_kinds.ipynb #254fca24
+_WEAK = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 _CONSTANTS = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, types.MappingProxyType,
               weakref.ref, property, staticmethod, classmethod, functools.partialmethod)
 _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.CoroutineType,
            types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType,
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
            torch.jit.ScriptModule, torch.jit.ScriptFunction, Data)
-_BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, (dict,*_WEAK_DICTS)),
-             (SET, (set,weakref.WeakSet)), (SEQUENCE, (list,deque)), (BYTES, _BYTES),
-             (STATE, _GENERATORS))
+_BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, dict), (SET, set),
+             (SEQUENCE, (list,deque)), (STATE, _GENERATORS), (OPAQUE, _WEAK))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 def kind(o):

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/090_reducers.ipynb #dc514d2b
-import _thread, collections, contextlib, copyreg, ctypes, functools, importlib, inspect, io
-import operator, pickle, sys, threading, types, typing, weakref, zipfile
+import _thread, collections, copyreg, ctypes, functools, importlib, io
+import operator, pickle, sys, threading, types, weakref, zipfile
 from contextlib import suppress
 from functools import partial, singledispatch
 
@@ -34,7 +34,6 @@ from ..base.errors import new_exception
 #                                 and the function
 #     code, module                as cloudpickle does, with corrections
 #     lock, file, weak reference  as a new one
-#     context manager             one made of a generator function: the function and its arguments
 #     image                       its pixels as a buffer beside the pickle
 #     anything else               NotImplemented: as cloudpickle's `dispatch_table` says, or by its
 #                                 own `__reduce__`
@@ -72,7 +71,6 @@ def _(tensor, pickler):
         res = tensor.__reduce_ex__(5)
         # what torch leaves out
         more = _gradient_and_hooks(tensor) if pickler.with_grads and tensor.is_leaf else {}
-    if res[0] is torch._utils._rebuild_sparse_tensor: res = load_sparse,*res[1:]
     if res[0] is _REBUILD_UNTYPED: res = load_untyped,*res[1:]
     return (*res, more, None, None, set_gradient_and_hooks) if more and len(res) == 2 else res
 
@@ -107,15 +105,7 @@ def load_untyped(storage, offset, shape, strides, requires_grad, hooks, dtype, *
     t.requires_grad,t._backward_hooks = requires_grad,hooks
     return t
 
-def load_sparse(layout, data):
-    "Make a sparse tensor. torch's own function keeps it in a list until `torch.load` is called"
-    if layout is not torch.sparse_coo:
-        return torch.sparse_compressed_tensor(*data, layout=layout, check_invariants=False)
-    return _load_sparse_coo(*data)
 
-def _load_sparse_coo(indices, values, size, is_coalesced=None):
-    return torch.sparse_coo_tensor(indices, values, size, check_invariants=False,
-                                   is_coalesced=is_coalesced)
 
 # %% ../../nbs/payload/090_reducers.ipynb #8e1afd2c
 @reduces(torch.storage.TypedStorage)
@@ -238,7 +228,6 @@ def load_storage(
 # %% ../../nbs/payload/090_reducers.ipynb #f2224bc4
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
-    if isinstance(o, type): _check_metaclass(o)
     reduced = cloudpickle.Pickler.reducer_override(pickler, o)
     # what is made by value has a state; a class of Python's own is named by a call: `type(None)`
     if isinstance(reduced, tuple) and len(reduced) > 2:
@@ -249,21 +238,6 @@ def _reduce_definition(o, pickler):
             _keep_slots(o, reduced[1], reduced[2])
     else: pickler.named.append(o)
     return reduced
-
-def _check_metaclass(cls):
-    "Refuse a class of a cell whose metaclass must have a keyword: no class keeps its keywords"
-    meta = type(cls)
-    if cls.__module__ != '__main__' or meta.__module__ != '__main__': return
-    for f in (vars(meta).get(k) for k in ('__new__','__init__')):
-        f = getattr(f, '__func__', f)
-        if not isinstance(f, types.FunctionType): continue
-        defaults = f.__kwdefaults__ or {}
-        code = f.__code__
-        names = code.co_varnames[code.co_argcount:code.co_argcount+code.co_kwonlyargcount]
-        needed = [k for k in names if k not in defaults]
-        if needed:
-            raise Refused(cls, f"its metaclass {meta.__qualname__} must have the keyword "
-                               f"{needed[0]}, which a class doesn't keep; give it a default")
 
 def _keep_slots(
     cls, # A class with `__slots__`
@@ -399,14 +373,6 @@ def set_decorated(f, state):
     for cls,implementation in by_type.items(): f.register(cls, implementation)
     vars(f).update(attrs)
 
-# %% ../../nbs/payload/090_reducers.ipynb #d255d57c
-@reduces(typing.NewType)
-@reduces(typing.ParamSpec)
-def _(t, pickler):
-    if is_named_by_library(t): return NotImplemented
-    of = [t.__supertype__] if type(t) is typing.NewType else []
-    return type(t), (t.__name__, *of)
-
 # %% ../../nbs/payload/090_reducers.ipynb #35f362ea
 # Classes of objects that belong to a process, by name: a library may not be there. What a worker
 # opens stays there
@@ -461,13 +427,6 @@ def _(handle, pickler):
 
 def _unused_handle(): return RemovableHandle(collections.OrderedDict())
 
-# %% ../../nbs/payload/090_reducers.ipynb #3e9b7c11
-@reduces(contextlib._GeneratorContextManager)
-def _(manager, pickler):
-    "Pickle a context manager that is made of a generator function, and was not entered yet"
-    if inspect.getgeneratorstate(manager.gen) != inspect.GEN_CREATED: return NotImplemented
-    return type(manager), (manager.func, manager.args, manager.kwds)
-
 # %% ../../nbs/payload/090_reducers.ipynb #6c0f00a2
 @reduces(torch.optim.Optimizer)
 def _(opt, pickler):
@@ -511,13 +470,6 @@ def _(ref, pickler):
 
 # A dead reference is loaded as a function that returns None, as calling the reference does
 def _load_weakref(o, kind): return (lambda: None) if o is None else kind(o)
-
-@reduces(weakref.ProxyType)
-@reduces(weakref.CallableProxyType)
-def _(proxy, pickler):
-    "Pickle a proxy of the loaded object; raise ReferenceError for a dead one"
-    # All attributes of a proxy are those of its object. A bound method has the object itself
-    return weakref.proxy, (proxy.__init__.__self__,)
 
 @reduces(weakref.WeakSet)
 def _(items, pickler): return weakref.WeakSet, ([*items],)
