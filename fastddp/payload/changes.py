@@ -53,7 +53,10 @@ class _Sender:
         self.pickler = NumberPickler(self.stream, lambda b: self.buffers.append(memory_of(b)))
         of_storages = notes.storages
         self.pickler.known = notes.numbers
-        self.pickler.storages = {k:next(iter(of_storages.tensors[k])) for k in of_storages.storages}
+        # the other process has one of the size that was noted
+        self.pickler.storages = {k:next(iter(of_storages.tensors[k]))
+                                 for k,s in of_storages.storages.items()
+                                 if s.nbytes() == of_storages.sizes[k]}
     def send(self, i, what, name=None, is_new=False):
         "Add a piece; return False if it can't be pickled"
         at,n_buffers,data = self.stream.tell(),len(self.buffers),[what]

@@ -50,6 +50,7 @@ class Storages:
             if not s.nbytes(): continue
             self.tensors[s._cdata][i] = t
             self.storages[s._cdata] = s
+        self.sizes = {k:s.nbytes() for k,s in self.storages.items()}
         # one without a mark is always sent
         self.marks = {k:memory_mark(s.data_ptr(), s.nbytes()) for k,s in self.storages.items()
                       if not (is_empty or self._is_always_sent(k, s, always))}

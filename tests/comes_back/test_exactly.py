@@ -146,7 +146,7 @@ GROUPS = {'small': SMALL, 'large': [*LARGE]}
 
 
 @pytest.mark.parametrize('group', GROUPS)
-def test_what_a_callback_holds(group, launcher):
+def test_what_a_callback_holds(group, launcher, recwarn):
     "In a fit, in the next one of the block, and in an epoch before a failure"
     learn = learner(train=16, valid=4, cbs=(cb := Changes(GROUPS[group])))
     held = [*cb.held]
@@ -155,6 +155,7 @@ def test_what_a_callback_holds(group, launcher):
         assert check(cb, 2) == []
         learn.fit(1)
     assert check(cb, 3) == []
+    assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
     # all but a tuple, and what nothing sets, are the very same objects
     assert all(a is b for a, b in zip(held, cb.held) if not isinstance(a, (tuple, bytearray, array.array)))
 
