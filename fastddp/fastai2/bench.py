@@ -22,7 +22,7 @@ from ..base.rng import CommonRNG
 # it gives learners the method `distrib`
 import fastddp.fastai2.learner
 from .batch import step_of
-from .loaders import is_lm, lay_out, step_sizes, with_loaders
+from .loaders import check_loaders, is_lm, lay_out, step_sizes
 from .snapshot import copy_of
 from ..launch.local import Local
 from ..launch.options import refuse_in_launched_group
@@ -114,13 +114,14 @@ def distrib_bench(self:Learner,
     (in all, and without waiting for data), how many times one worker's that is, and seconds per
     epoch. Learner and random streams are unchanged."""
     refuse_in_launched_group('distrib_bench')
+    check_loaders(self)
     if not (bs is None and num_workers is None) and not isinstance(self.dls.train, DataLoader):
         raise CantDistribute("bs and num_workers can be tried with fastai's DataLoader only.")
     res,one = Bench(),(1,None,None)
     ns = L(nprocs) or [group.n_gpus() or visible_cores()]
     choices = [*itertools.product(ns, L(bs) or [None], L(num_workers) or [None])]
     for n,b,w in [one]+[o for o in choices if o != one]:
-        with with_loaders(self): learn = copy_of(self)
+        learn = copy_of(self)
         for dl in learn.dls.loaders:
             if b is not None:
                 dl.bs = b

@@ -21,7 +21,7 @@ from ..base import group
 from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind
 from .batch import part_of
-from .loaders import is_lm, lay_out, plan, with_loaders
+from .loaders import check_loaders, is_lm, lay_out, plan
 from ..base.rng import CommonRNG
 from .learner import OPTIONS
 from .snapshot import copy_of, left_out
@@ -241,20 +241,20 @@ def distrib_check(self:Learner,
 
     Differences up to `tol`, relative to size, count as rounding."""
     refuse_in_launched_group('distrib_check')
+    check_loaders(self)
     options = dict(batch='per_worker') | options
     # one GPU takes one worker, so two are refused there, and the error says how to take the CPU
     gpus,n_gpus = options.get('gpus'),group.n_gpus()
     if gpus is None: options.setdefault('nprocs', max(n_gpus, 2))
     on_gpu = n_gpus and (gpus is None or len(gpus))
-    with with_loaders(self):
-        # the batch size of a torch loader can't be changed; other code may make batches by itself
-        has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
-        is_whole = plan(self.dls.loaders[0]).how == 'whole'
-        if not has_size or is_whole: options['batch'] = 'global'
-        args = self, steps, tol, options, _expected(self, on_gpu)
-        # what can't train in float64
-        with contextlib.suppress(Exception): return _compare(*args, True)
-        return _compare(*args, False)
+    # the batch size of a torch loader can't be changed; other code may make batches by itself
+    has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
+    is_whole = plan(self.dls.loaders[0]).how == 'whole'
+    if not has_size or is_whole: options['batch'] = 'global'
+    args = self, steps, tol, options, _expected(self, on_gpu)
+    # what can't train in float64
+    with contextlib.suppress(Exception): return _compare(*args, True)
+    return _compare(*args, False)
 
 OPTIONS.add_to_docstring(Learner.distrib_check,
     "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "

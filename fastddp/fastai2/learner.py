@@ -20,7 +20,7 @@ from .events import OurCallback
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .learner_job import session_of, start_job
-from .loaders import with_loaders
+from .loaders import check_loaders
 from .resume import (
     UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
@@ -59,11 +59,12 @@ def distrib_ctx(self:Learner,
     starts = ddp_kwargs.pop('starts', True)     # as of `distrib_block`
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
+    check_loaders(self)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
                            Session, wants_no_lines(self), starts)
     claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
-    with with_loaders(self), claimed, opened: yield self
+    with claimed, opened: yield self
 
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours
 Learner._distrib_ctx = Learner.distrib_ctx
@@ -176,9 +177,9 @@ def distrib_resume(self:Learner,
 
     After a failure it can be called again: it continues from the last complete epoch."""
     check('wait', wait, FLAG)
-    with with_loaders(self):
-        if file is not None: resume_points[self] = call_from_file(self, file, launcher)
-        call = call_to_resume(self)
+    check_loaders(self)
+    if file is not None: resume_points[self] = call_from_file(self, file, launcher)
+    call = call_to_resume(self)
     if not wait: return start_job(self, call, True)
     with self._distrib_ctx(starts=False, **call.options): return call.run(self)
 

@@ -13,6 +13,7 @@ from ..base.device import device_module, is_accelerator
 from ..base.errors import CantDistribute
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import with_attrs
+from .loaders import check_loaders
 from .session import reports
 from .resume import resume_points
 from .snapshot import Changes, apply, twin
@@ -195,9 +196,7 @@ def start_job(learn,
     if 'distrib_session' in vars(learn):
         raise CantDistribute("wait=False inside a distrib_ctx block: call "
                              "learn.distrib_*(..., wait=False) outside of it.")
-    if not hasattr(learn.dls, 'loaders'):
-        raise CantDistribute("wait=False needs fastai's DataLoaders: learn.dls = "
-                             "DataLoaders(learn.dls.train, learn.dls.valid).")
+    check_loaders(learn)
     if trains:
         refuse_busy(learn)
         if not learn.opt: learn.create_opt()

@@ -7,25 +7,22 @@ __all__ = []
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #72f94fac
 import copy, itertools, math, random, sys
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 
-from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader, _loaders
 from fastai.torch_core import to_device
 from fastcore.basics import chunked
-from torch.utils.data import DataLoader as TorchLoader, SequentialSampler
+from torch.utils.data import DataLoader as TorchLoader, IterableDataset, SequentialSampler
 
 from ..base.errors import CantDistribute
 from ..base.failure import note_item
 from ..base.rng import CommonRNG, generator_state, set_generator
-from ..base.scoped import with_attrs
 from ..output.replay import print_line
 from ..shard.read_whole import ReadWhole, n_items
 from ..shard.sharded import (
     CantShard, Plan, Shard, Sharded, draw_seed, global_batch_size, original, refuse_loader,
     report_errors, sharded_clone, too_few, track_changes, workers_per_rank)
-from ..shard.torch_loader import (
-    is_stream, plan_torch, samplers_of, shard_torch, torch_bs)
+from ..shard.torch_loader import plan_torch, samplers_of, shard_torch, torch_bs
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #8b823b1a
 # 1. Loaders whose batches continue each other
@@ -186,28 +183,11 @@ def undivided(dl,
     return ReadWhole(dl, 0, 1, 'per_worker', False, common or nullcontext())
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #3c1a7e02
-class LoadersOf(DataLoaders):
-    """The loaders of an object that isn't fastai's `DataLoaders`, but has `train` and `valid`;
-    other attributes are those of the object"""
-    def __init__(self, dls):
-        self._dls = dls
-        super().__init__(dls.train, dls.valid, device=getattr(dls, 'device', None))
-    def __getattr__(self, k):
-        if k.startswith('_'): raise AttributeError(k)
-        return getattr(self._dls, k) if hasattr(self._dls, k) else super().__getattr__(k)
-
-@contextmanager
-def with_loaders(learn):
-    "Inside, `learn.dls` has `loaders`. Raise `CantDistribute` if it has no `train` and `valid`."
-    dls = learn.dls
-    if dls is None or hasattr(dls, 'loaders'):
-        yield
-        return
-    if not (hasattr(dls, 'train') and hasattr(dls, 'valid')):
-        raise CantDistribute(f"learn.dls is an object of type {type(dls).__name__}, which has "
-                             "neither `loaders` nor `train` and `valid`. Put the two loaders into "
-                             "fastai's DataLoaders(train, valid).")
-    with with_attrs(learn, dls=LoadersOf(dls)): yield
+def check_loaders(learn):
+    "Raise `CantDistribute` if `learn.dls` isn't fastai's `DataLoaders`"
+    if learn.dls is None or hasattr(learn.dls, 'loaders'): return
+    raise CantDistribute(f"learn.dls is an object of type {type(learn.dls).__name__}, which has no "
+                         "`loaders`: learn.dls = DataLoaders(learn.dls.train, learn.dls.valid).")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #27995dd0
 # 3. Shard a loader of any kind
@@ -310,7 +290,8 @@ def order_holders(dl):
     "Return the objects that decide about the order of a loader: itself, samplers, a stream."
     if isinstance(dl, DataLoader): return [dl]
     if not isinstance(dl, TorchLoader): return [dl] if hasattr(dl, '__dict__') else []
-    return [dl, *samplers_of(dl), *([dl.dataset] if is_stream(dl) else ())]
+    streams = [dl.dataset] if isinstance(dl.dataset, IterableDataset) else []
+    return [dl, *samplers_of(dl), *streams]
 
 def _order_attrs(o):
     """Return two dicts by name of attribute: the states of random generators, and the values of

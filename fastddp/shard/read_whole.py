@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from .sharded import (
-    Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration, pad_shard)
+    Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration)
 from .trees import is_list_of_items, is_object, map_tensors, tensors_in
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
@@ -23,9 +23,15 @@ def n_items(b):
     at_top = [o for o in parts if isinstance(o, torch.Tensor)]
     return next((len(t) for t in (*at_top, *tensors_in(b)) if t.ndim), 1)
 
-def can_be_cut(b):
-    "False if the batch has an object that isn't looked into, such as graphs in one piece"
-    return not any(map(is_object, tensors_in(b, is_object)))
+def twice(b):
+    "Return a batch of one item, in which batch norm can't train, with that item twice"
+    # what an object that isn't looked into has of the item isn't known
+    if any(map(is_object, tensors_in(b, is_object))): return b
+    def is_list(o): return o is not b and is_list_of_items(o, 1)
+    def doubled(o):
+        if not isinstance(o, torch.Tensor): return type(o)([*o, *o])
+        return torch.cat([o, o]) if o.ndim and len(o) == 1 else o
+    return map_tensors(doubled, b, is_list)
 
 # %% ../../nbs/shard/305_read_whole.ipynb #104f6f4f
 class ReadWhole(Sharded):
@@ -33,11 +39,9 @@ class ReadWhole(Sharded):
     `_shard`, and all other attributes are those of the original. Every rank reads all batches of
     that, in the common random streams, so that all have the same ones:
 
-        batches in turn    with `whole_batches`, and in training 'per_worker': `n` batches of the
+        batches in turn    in a validation, and in training 'per_worker': `n` batches of the
                            original make a global batch, of which rank r takes the r-th
-        rows of a batch    in training with 'global': rank r takes rows r, r+n, ... of all tensors
-                           that have a row for each item
-        whole batches      the same, of batches that can't be cut: one rank in turn takes it"""
+        one batch          in training with 'global': one rank in turn takes it"""
     def __init__(self, dl, rank, n, batch, train, common): # As of `shard_torch`
         vars(self)['_shard'] = Shard(dl, rank, n, None, train, common, batch == 'per_worker')
     def __getattr__(self, k):
@@ -59,35 +63,18 @@ class ReadWhole(Sharded):
                 if not start: s.first_read = checksum(read)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
-                if s.whole_batches: b,own = self._in_turn(read, sizes)
-                else: b,own = self._rows(*read, total, len(epoch.steps))
+                b,own = self._own(read, sizes, len(epoch.steps))
                 if b is not None:
                     positions = range(start+own.start, start+own.stop, own.step)
                     epoch.steps.append(Step((), total, positions, n_items(b)))
                     note_step(self, epoch)
                     yield b
                 start += total
-    def _in_turn(self, read, sizes):
-        "Return this rank's one of the batches that were read, or None; and the range of its items"
+    def _own(self, read, sizes, number):
+        """Return this rank's one of the batches that were read, and the range of its items. Without
+        one, it is fed what doesn't count in training, and gets None in a validation"""
         s = self._shard
-        if s.rank >= len(read):     # in the last round; in training it is fed what doesn't count
-            return self._fed(read[0], sizes[0], range(0)) if s.train else None, range(0)
-        b,n_own,first = read[s.rank],sizes[s.rank],sum(sizes[:s.rank])
-        if s.train and n_own == 1: b = self._fed(b, n_own, range(n_own))
-        return b, range(first, first+n_own)
-    def _rows(self, b, total, number):
-        "Return this rank's rows of the batch of this number, and the range of its items"
-        s = self._shard
-        own = range(total)[s.rank::s.n]
-        if not can_be_cut(b): own = range(total if number%s.n == s.rank else 0)
-        return self._fed(b, total, own), own
-    def _fed(self, b, size, own):
-        """Return the rows `own` of a batch of `size` items, padded as by `pad_shard`; all of it if
-        it can't be cut. All of it counts then, or, if there are no rows `own`, nothing"""
-        if not can_be_cut(b): return b
-        rows = torch.as_tensor(pad_shard([*own], [*range(size)], self._shard.n))
-        def part(o):
-            if not isinstance(o, torch.Tensor): return type(o)(o[i] for i in rows.tolist())
-            return o[rows.to(o.device)] if o.ndim and len(o) == size else o
-        def is_list(o): return o is not b and is_list_of_items(o, size)
-        return map_tensors(part, b, is_list)
+        turn = s.rank if s.whole_batches else (s.rank-number)%s.n
+        if turn >= len(read): return read[0] if s.train else None, range(0)
+        b,n_own,first = read[turn],sizes[turn],sum(sizes[:turn])
+        return twice(b) if s.train and n_own == 1 else b, range(first, first+n_own)

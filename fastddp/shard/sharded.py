@@ -387,9 +387,10 @@ class Plan(NamedTuple):
     def line(self, name, dl # The user's expression for the loader, and the loader
     ):
         "Return the line that tells the user of a loader that is read whole"
-        return (f"{name}: every worker reads all of this {type(dl).__name__} and takes its part, "
-                f"since {self.why}. A DataLoader over a dataset with indices is divided by items, "
-                "and each worker reads its own.")
+        return (f"{name}: every worker reads all of this {type(dl).__name__}, and they take whole "
+                f"batches in turn (with batch='global' one worker at a time), since {self.why}. A "
+                "DataLoader over a dataset with indices is divided by items, and each worker reads "
+                "its own.")
 
 def refuse_loader(name, # The user's expression for the loader, e.g. 'learn.dls.train'
                   n,    # Number of ranks

@@ -11,22 +11,17 @@ from torch.utils.data import (
     BatchSampler, DataLoader, DistributedSampler, IterDataPipe, IterableDataset, MapDataPipe)
 
 from .sharded import (
-    Plan, Shard, Sharded, checksum, clone_loader, draw_seed, global_batch_size, iterate_original,
+    Plan, Shard, Sharded, clone_loader, draw_seed, global_batch_size,
     report_errors, sharded_clone, track_changes, workers_per_rank)
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #bf946045
 # A sharded torch loader is two clones of the user's loader: a `ShardedTorch`, over which a fit
 # iterates, and its `inner_loader`, which fetches and collates this rank's steps:
 #
-#     dataset         `_begin` of the former, in `common`     the inner loader reads
-#     with indices    makes all steps, of `global_batches`    `next_steps`: indices of each step
-#     a stream        makes none                              `_StepItems`: reads all of the stream
-#                                                             in `common`, and makes the steps
-# Nothing here is a collective.
+#     `_begin` of the former, in `common`     makes all steps, of `global_batches`
+#     the inner loader                        reads `next_steps`: indices of each step
 #
-def is_stream(dl):
-    "True if the dataset of the torch loader `dl` has no indices and can only be iterated"
-    return isinstance(dl.dataset, IterableDataset)
+# Nothing here is a collective.
 
 def torch_bs(dl):
     "Return the batch size of the torch loader `dl`, or None if a user's `batch_sampler` decides"
@@ -50,10 +45,8 @@ class TorchShard(Shard):
                          in_turn=bs is None and batch == 'per_worker')
         # Yields the global batches; with `whole_batches`, `n` of what it yields make one
         self.global_batches = own
-        if bs:
-            items = dl.dataset if is_stream(dl) else own.sampler
-            self.global_batches = BatchSampler(items, bs, own.drop_last)
-        # The batch sampler of `inner_loader`, unless the dataset is a stream
+        if bs: self.global_batches = BatchSampler(own.sampler, bs, own.drop_last)
+        # The batch sampler of `inner_loader`
         self.next_steps = NextSteps()
         # The clone that fetches and collates
         self.inner_loader = _inner_loader(self)
@@ -62,37 +55,19 @@ def _inner_loader(s # `TorchShard`
 ):
     "Return a clone of the original that fetches this rank's steps"
     dl = s.orig
-    if is_stream(dl): source = dict(dataset=_StepItems(s), batch_sampler=None)
-    else: source = dict(batch_sampler=s.next_steps)
     res = clone_loader(dl, object.__new__(type(dl)))
     # Without a generator the seeds of its processes are drawn from the rank's own stream. Not by
     # `setattr`: torch refuses to change some of these attributes
-    vars(res).update(source, drop_last=False, generator=None, _iterator=None,
+    vars(res).update(batch_sampler=s.next_steps, drop_last=False, generator=None, _iterator=None,
                      num_workers=workers_per_rank(dl.num_workers, s.n),
                      worker_init_fn=report_errors(dl.worker_init_fn))
     return res
-
-class _StepItems(IterableDataset):
-    """The dataset of a stream's inner loader. Yields this rank's items of each step, as a list, and
-    adds the `Step` to the current epoch"""
-    def __init__(self, shard): self.shard = shard       # `TorchShard`
-    def __iter__(self):
-        s = self.shard
-        epoch = s.epoch         # kept, since another iteration may begin before this one ends
-        for step in s.steps(self._batches()):
-            epoch.steps.append(step._replace(items=()))
-            yield step.items
-    def _batches(self):
-        s = self.shard
-        for i,batch in enumerate(iterate_original(s.global_batches, s.common)):
-            if not i: s.first_read = checksum(batch)
-            yield batch
 
 # %% ../../nbs/shard/303_torch_loader.ipynb #6499a74a
 class ShardedTorch(Sharded):
     "A `Sharded` for torch loaders"
     def __len__(self):
-        "The length, `Shard.n_steps`. Raises TypeError as torch's loader, for a stream without one"
+        "The length, `Shard.n_steps`"
         return self._shard.n_steps(len(self._shard.global_batches))
 
     def _begin(self):
@@ -104,7 +79,7 @@ class ShardedTorch(Sharded):
         if s.inner_loader._iterator is None:    # torch's, whose processes persist, with their seeds
             draw_seed(self.generator)
             if self.num_workers: batches = iter(s.global_batches)
-        return None if is_stream(self) else [*batches]  # `_StepItems` adds the steps of a stream
+        return [*batches]
 
     def _batches(self):
         s = self._shard
@@ -147,6 +122,5 @@ def plan_torch(dl # A torch `DataLoader`
     if not _is_plain(cls): why = f"`{cls.__name__}` has its own `__iter__`"
     elif isinstance(dl.dataset, (IterDataPipe,MapDataPipe)): why = "its dataset is a datapipe"
     elif dl.batch_sampler is None: why = "it makes no batches (`batch_size=None`)"
-    elif is_stream(dl) and dl.num_workers:
-        why = "its dataset has no indices, and each of its processes reads it on its own"
+    elif isinstance(dl.dataset, IterableDataset): why = "its dataset has no indices"
     return Plan('whole', why) if why else Plan()

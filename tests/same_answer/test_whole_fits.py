@@ -1,5 +1,6 @@
 "Whole fits with data and learners that lessons don't have: one process's answer, or an error that names the reason."
 import os, signal, warnings
+from types import SimpleNamespace
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.callback.progress import ProgressCallback
@@ -375,49 +376,17 @@ def test_the_default_dtype_of_the_notebook(two):
     assert run() == ['torch.float32']*2
 
 
-class OwnLoaders:
-    "What fastai's `Learner` asks of `dls`, and nothing more"
-    def __init__(self, train, valid): self._loaders, self.spacing = (train, valid), (1, 1)
-    train = property(lambda self: self._loaders[0])
-    valid = property(lambda self: self._loaders[1])
-    device = property(lambda self: torch.device('cpu'))
-    def __getitem__(self, i): return self._loaders[i]
-    def one_batch(self): return next(iter(self.train))
-    def to(self, device): return self
-
-
-class Spacing(Callback):
-    def before_fit(self): self.seen = self.dls.spacing
-
-
-def test_loaders_that_are_not_fastais(two):
-    learn, one = learner(cbs=Spacing()), learner(bs=8)
-    one.dls.valid.bs = 4
-    dls = learn.dls = OwnLoaders(*learn.dls.loaders)
-    one.dls = OwnLoaders(*one.dls.loaders)
-    seed(1)
-    learn.distrib_fit(2, nprocs=2, launcher=two)
-    seed(1)
-    one.fit(2)
-    assert_same(learn, one)
-    assert learn.dls is dls and learn.spacing.seen == (1, 1)
-    assert [*learn.distrib_validate(nprocs=2, launcher=two)] == pytest.approx([*learn.validate()])
-    assert learn.distrib_check(2, nprocs=2, launcher=two).same and learn.dls is dls
-    assert learn.distrib_bench(nprocs=2, steps=1)[0].rate > 0 and learn.dls is dls
-
-
 def torch_loaders(train, valid):
     return DataLoaders(TorchLoader(train.dataset, batch_size=4, shuffle=True),
                        TorchLoader(valid.dataset, batch_size=4), device='cpu')
 
 
-@pytest.mark.parametrize('kind', [OwnLoaders, torch_loaders])
 @pytest.mark.parametrize('file', [None, 'distrib'])
-def test_a_fit_with_loaders_of_another_kind_continues(kind, file, two, tmp_path):
+def test_a_fit_with_torch_loaders_continues(file, two, tmp_path):
     def make(epoch):
         fault = OneFault('interrupt', 'before_batch/train', 0, epoch, 1, marker=str(tmp_path/'fired'))
         res = learner(path=tmp_path, cbs=fault)
-        res.dls = kind(*res.dls.loaders)
+        res.dls = torch_loaders(*res.dls.loaders)
         return res
     options = dict(nprocs=2, launcher=two, checkpoint='epoch')
     whole, learn = make(9), make(1)
@@ -434,12 +403,11 @@ def test_a_fit_with_loaders_of_another_kind_continues(kind, file, two, tmp_path)
     assert learn.dls is dls and len(learn.recorder.values) == 3
 
 
-def test_no_loaders_are_refused(two):
+def test_loaders_that_are_not_fastais_are_refused():
     learn = learner()
-    dls = learn.dls
-    learn.dls = object()
-    with pytest.raises(CantDistribute, match='neither `loaders` nor `train` and `valid`'):
-        learn.distrib_fit(1, nprocs=2, launcher=two)
-    learn.dls = OwnLoaders(*dls.loaders)
-    with pytest.raises(CantDistribute, match=r'learn.dls = DataLoaders\(learn.dls.train, learn.dls.valid\)'):
-        learn.distrib_fit(1, nprocs=2, wait=False)
+    learn.dls = SimpleNamespace(train=learn.dls.train, valid=learn.dls.valid)
+    for wait in True, False:
+        with pytest.raises(CantDistribute, match=r'learn.dls = DataLoaders\(learn.dls.train, learn.dls.valid\)'):
+            learn.distrib_fit(1, nprocs=2, wait=wait)
+    with pytest.raises(CantDistribute, match='has no `loaders`'): learn.distrib_resume()
+    with pytest.raises(CantDistribute, match='has no `loaders`'): learn.distrib_check()

@@ -124,8 +124,6 @@ KINDS = {
         range(m), batch_size=bs, drop_last=drop_last, sampler=EpochSampler(m)),
     'torch BatchSampler': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
         range(m), batch_sampler=BatchSampler(EpochSampler(m), bs, drop_last)),
-    'torch stream': lambda m, bs, drop_last=False, shuffle=None: TorchLoader(
-        Stream(m), batch_size=bs, drop_last=drop_last),
 }
 sizes = [(1, 2, 2), (2, 1, 3), (7, 2, 2), (10, 1, 3), (21, 4, 2), (24, 3, 4), (31, 5, 3)]     # items, batch, ranks
 
@@ -572,6 +570,7 @@ WHOLE = {
     'side by side': lambda: SideBySide(*(DataLoader(range(a, a+9), bs=2, shuffle=True) for a in (0, 10))),
     'list of batches': lambda: [torch.tensor([i, i+10]) for i in range(5)],
     'no indices': lambda: DataLoader(Sized(9), bs=2),
+    'stream': lambda: TorchLoader(Sized(9), batch_size=2),
     'stream in processes': lambda: TorchLoader(Sized(9), batch_size=2, num_workers=2),
     'shards itself': lambda: TorchLoader(Split(), batch_size=2, num_workers=2),
     'skips items': lambda: reads_whole(DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}), shuffle=True))}
@@ -656,7 +655,6 @@ def test_a_distributed_sampler_for_one_is_harmless():
 
 @pytest.mark.parametrize('make, why', [
     (lambda: DataLoader([], bs=2), 'no full batch of 6'),
-    (lambda: TorchLoader(Stream(0), batch_size=2), 'no full batch of 6'),
     (lambda: DataLoader(range(5), bs=2, drop_last=True), 'no full batch of 6'),
     (lambda: TorchLoader(Endless(), batch_size=2), 'no length')])
 def test_training_data_that_leaves_workers_idle(make, why):
