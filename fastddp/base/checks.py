@@ -65,18 +65,10 @@ SEE = Check("the ranks whose output is shown, such as (0, 1), or 'all'",
             lambda v: v == 'all' if isinstance(v, str) else
             is_list(v) and all(is_whole(r, 0) for r in v))
 
-def closest_name(
-    name,  # As it was typed
-    known, # Existing names
-    aliases={} # Other names -> existing names
-):
-    """Return the name in `known` closest to `name`, or None. A match with an alias gives the name
-    it stands for."""
-    name = str(name)
-    aliases = {k:v for k,v in aliases.items() if v in known}
-    if name in aliases: return aliases[name]
-    matches = difflib.get_close_matches(name, [*known, *aliases], n=1)
-    return aliases.get(matches[0], matches[0]) if matches else None
+def did_you_mean(name, known):
+    "Return the sentence that asks for the name in `known` closest to `name`; '' if none is close"
+    found = difflib.get_close_matches(str(name), known, n=1)
+    return f" Did you mean {found[0]!r}?" if found else ''
 
 # %% ../../nbs/base/003_checks.ipynb #61b639a4
 def bind_arguments(

@@ -15,7 +15,7 @@ from fastcore.basics import patch
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .session import Session
-from ..launch.options import ITEMS, SEE_LOAD, Options, suggest_names
+from ..launch.options import SEE_LOAD, Options
 from ..launch.session import distrib_block, session_of
 from ..shard.losses import check_loss
 
@@ -48,7 +48,6 @@ _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a cal
           "end, and SaveModelCallback saves weights.")
 _GONE = dict(wait=_FOR_2, checkpoint=_FOR_2, see_load=SEE_LOAD)
 OPTIONS = Options(Learner.distrib_ctx, unsupported=_GONE)
-suggest_names(Learner)
 
 # %% ../../nbs/fastai1/808_learner.ipynb #c432cd81
 @patch
@@ -75,10 +74,8 @@ the last finished batch."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','lr_find'):
-    OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
+    OPTIONS.add_method(Learner, _name, _AFTER_FIT)
 _FOR_FITS = 'batch','sync_bn','loss','restarts'
 for _name in ('validate','get_preds'):
     OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 
-OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', _AFTER_FIT)
-OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', _AFTER_FIT)

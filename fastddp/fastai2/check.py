@@ -23,7 +23,6 @@ from ..launch.training import is_kind
 from .batch import part_of
 from .loaders import check_loaders, is_lm, lay_out, plan
 from ..base.rng import CommonRNG
-from .learner import OPTIONS
 from .snapshot import copy_of, left_out
 from ..output.tables import Bold, Shown
 from ..payload.places import Places
@@ -239,7 +238,10 @@ def distrib_check(self:Learner,
     """Compare `steps` training steps on N workers with one process over the same global batches,
     without what is expected to differ: dropout, augmentation, on the CPU batch norm.
 
-    Differences up to `tol`, relative to size, count as rounding."""
+    Differences up to `tol`, relative to size, count as rounding. Returns an `Answer`: a row for
+    batches, losses, gradients, weights and validation; its `same` says whether all of them agree,
+    without what is `removed`, and `verdict` what differs first. Raises as `distrib_fit`. The
+    learner is unchanged."""
     refuse_in_launched_group('distrib_check')
     check_loaders(self)
     options = dict(batch='per_worker') | options
@@ -255,9 +257,3 @@ def distrib_check(self:Learner,
     # what can't train in float64
     with contextlib.suppress(Exception): return _compare(*args, True)
     return _compare(*args, False)
-
-OPTIONS.add_to_docstring(Learner.distrib_check,
-    "Returns an `Answer`: a row for batches, losses, gradients, weights and validation; its "
-    "`same` says whether all of them agree, without what is `removed`, and `verdict` what differs "
-    "first.",
-    "The learner is unchanged.")

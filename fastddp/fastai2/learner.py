@@ -25,7 +25,7 @@ from .resume import (
     UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
 from ..launch.held_gpus import running_jobs
-from ..launch.options import ITEMS, SEE_LOAD, Options, suggest_names
+from ..launch.options import SEE_LOAD, Options
 from ..launch.session import distrib_block
 from ..launch.training import is_ours, wants_no_lines
 from ..shard.losses import check_loss
@@ -53,7 +53,12 @@ def distrib_ctx(self:Learner,
     **ddp_kwargs # For `DistributedDataParallel`, e.g. `bucket_cap_mb`
 ):
     """Run all training and inference of this learner inside the block on workers, which stay from
-    call to call."""
+    call to call. Yields the learner.
+
+    Raises
+        CantDistribute: nothing was started or changed; the message says why and what to do
+    and inside what `distrib_fit` raises. After a failure the learner is as after that of
+    `distrib_fit`."""
     # examples of fastai's own `distrib_ctx` have it
     ddp_kwargs.pop('in_notebook', None)
     starts = ddp_kwargs.pop('starts', True)     # as of `distrib_block`
@@ -121,8 +126,6 @@ def __getstate__(self:Learner):
 Learner.__getstate__.instead_of = _fastai_getstate
 
 # %% ../../nbs/fastai2/730_learner.ipynb #c30cd1b9
-suggest_names(Learner)
-
 # fastai warns of a callback's attribute if the learner has one of that name. A callback that calls
 # one `distrib` was right before the learner got this method
 warnings.filterwarnings('ignore', r'You are shadowing an attribute \(distrib')
@@ -146,7 +149,8 @@ def distrib(self:Learner,
     *args, # Its arguments
     **kwargs # Those by name, and the options of `distrib_ctx`
 ):
-    "Call `learn.name(*args, **kwargs)` on workers."
+    """Call `learn.name(*args, **kwargs)` on workers, and return what it returns. Raises as
+    `distrib_fit`"""
     options = OPTIONS.pop_from(self, name, args, kwargs)
     wait = options.pop('wait', True)
     check('wait', wait, FLAG)
@@ -208,10 +212,8 @@ the last finished batch. `distrib_resume()` continues the fit."""
 _AFTER_INFERENCE = "Model and optimizer stay as they are, also after a failure or an interrupt."
 
 for _name in ('fit','fit_one_cycle','fit_flat_cos','fit_sgdr','fine_tune','lr_find'):
-    OPTIONS.add_method(Learner, _name, _AFTER_FIT, ITEMS)
-_FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint','ddp_kwargs'
+    OPTIONS.add_method(Learner, _name, _AFTER_FIT)
+_FOR_FITS = 'batch','sync_bn','loss','restarts','checkpoint'
 for _name in _INFERS:
     OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
 
-OPTIONS.add_to_docstring(Learner.distrib_ctx, 'Yields the learner.', _AFTER_FIT)
-OPTIONS.add_to_docstring(Learner.distrib, 'Returns what the method returns.', _AFTER_FIT)

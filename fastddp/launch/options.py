@@ -6,14 +6,14 @@
 __all__ = []
 
 # %% ../../nbs/launch/508_options.ipynb #a0bc4bae
-import inspect, os, sys, warnings
-from contextlib import contextmanager, suppress
+import inspect, os, warnings
+from contextlib import contextmanager
 
-from fastcore.docments import docments
+from fastcore.meta import delegates
 
 from ..base import group
 from ..base.checks import (
-    FLAG, SEE, Check, bind_arguments, check_all, closest_name, is_list, is_whole, number, whole)
+    FLAG, SEE, Check, bind_arguments, check_all, did_you_mean, is_list, is_whole, number, whole)
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
@@ -25,7 +25,6 @@ from ..output.replay import print_line, print_once, several
 # In order, and who calls it:
 #   CHECKS                          the values of options: `Options.checked`, and a `Cluster`
 #   check_method                    the name of a method: `pop_from`
-#   suggest_names                   those of attributes: the learners' modules, when imported
 #   Options                         `fastai1.learner` and `fastai2.learner`, when imported
 #   workers_for                     how many workers, on which GPUs: `engine_for`, and a `Cluster`
 #   in_launched_group, engine_for, refuse_changes, warn_without_effect
@@ -67,45 +66,17 @@ CHECKS = dict(
                      lambda v: v is None or isinstance(v, str) and v == 'epoch'))
 
 # %% ../../nbs/launch/508_options.ipynb #bc56a0a1
-# Names of methods and attributes
+# Names of methods
 def check_method(learn, name):
     "Raise `CantDistribute` unless `name` is a method of `learn`'s class"
     if isinstance(name, str) and callable(getattr(type(learn), name, None)): return
     methods = [o for o in dir(type(learn))
                if not o.startswith(('_','distrib')) and callable(getattr(type(learn), o))]
-    likely = closest_name(name, methods)
-    hint = f" Did you mean {likely!r}?" if likely else ''
-    raise CantDistribute(f"Learner has no method {name!r} to run on workers.{hint}")
-
-# One item isn't worth workers
-_INSTEAD = dict(distrib_predict=" Use learn.predict for one item, and distrib_get_preds for many.")
-
-def no_attribute(learn, name):
-    "Return the `AttributeError` for a missing attribute of a learner, with the closest name"
-    likely = closest_name(name, [o for o in dir(type(learn)) if o.startswith('distrib')])
-    hint = _INSTEAD.get(name) or (f" Did you mean {likely}?" if likely else '')
-    e = AttributeError(f"Learner has no attribute {name!r}.{hint}")
-    # IPython shows it as a refusal, without frames of ours. A reference to `e` in here would be a
-    # cycle, so the function asks `sys.exc_info` for it
-    e._render_traceback_ = lambda: CantDistribute._render_traceback_(sys.exc_info()[1])
-    return e
-
-def suggest_names(cls # A class of learners
-):
-    """Have a missing attribute of `cls` raise `no_attribute` if its name begins with `distrib`.
-    Others are looked up as before, also if this is called again"""
-    before = getattr(cls, '__getattr__', None)
-    before = getattr(before, 'instead_of', before)
-    def look_up(self, k):
-        if before is None or k.startswith('distrib'): raise no_attribute(self, k)
-        return before(self, k)
-    look_up.instead_of = before
-    cls.__getattr__ = look_up
+    raise CantDistribute(f"Learner has no method {name!r} to run on workers."
+                         f"{did_you_mean(name, methods)}")
 
 # %% ../../nbs/launch/508_options.ipynb #35289c5b
 SEE_LOAD = "nvitop, nvidia-smi and htop show what the workers use."
-_FOR_DDP = "For `DistributedDataParallel`, e.g. `bucket_cap_mb`"
-
 class Options:
     """The options of `distrib_ctx`, read from its signature: checks what a user gives, and makes
     `distrib_*` methods, whose signatures and docstrings show them. For `learn.distrib_fit(3, lr=.1,
@@ -119,16 +90,10 @@ class Options:
         extra_checks={}, # The names that its `**kwargs` may have, each with its `Check` or None
         unsupported={} # Names that other tools have -> why they are missing here
     ):
-        # a `**kwargs` that passes nothing on is not shown
-        self.params = {k:p for k,p in inspect.signature(ctx).parameters.items()
-                       if k != 'self' and (extra_checks or p.kind != p.VAR_KEYWORD)}
-        self.defaults = {k:p.default for k,p in self.params.items() if p.kind != p.VAR_KEYWORD}
+        self.ctx = ctx
+        self.defaults = {k:p.default for k,p in inspect.signature(ctx).parameters.items()
+                         if k != 'self' and p.kind != p.VAR_KEYWORD}
         self.accepted = {*self.defaults, *extra_checks}
-        # Before fastcore 2 docments has no `**kwargs`
-        self.comments = dict(ddp_kwargs=_FOR_DDP)
-        with suppress(OSError):     # there may be no source
-            self.comments = docments(ctx, returns=False) | self.comments
-        self.module = ctx.__module__
         self.extra_checks = extra_checks
         self.checks = CHECKS | {k:c for k,c in extra_checks.items() if c}
         self.unsupported = unsupported
@@ -155,12 +120,14 @@ class Options:
         if name in _OF_LEARNER:
             raise CantDistribute(f"No option {name}. Give it to the Learner, or set learn.{name}.")
         if name in _OF_LOADERS:
-            raise CantDistribute(f"No option {name}. Each worker takes batches of the loaders' own "
-                                 "size: set it where you make them, or divide their batches among "
-                                 "the workers with batch='global'.")
+            raise CantDistribute(
+                f"No option {name}. It belongs to the DataLoaders: give it to what makes them, as "
+                f"in ImageDataLoaders.from_folder(path, {name}=...). Each worker takes batches of "
+                "their size and starts as many loader processes; batch='global' divides each "
+                "batch.")
         known = [*own, *self.defaults]
-        likely = closest_name(name, [*known, *self.extra_checks], _ALIASES)
-        if likely: raise CantDistribute(f"No option {name}. Did you mean {likely}=?")
+        likely = did_you_mean(name, [*known, *self.extra_checks])
+        if likely: raise CantDistribute(f"No option {name}.{likely}")
         passed_on = ', '.join(self.extra_checks)
         if passed_on: passed_on = f", and passes on to DistributedDataParallel: {passed_on}"
         raise CantDistribute(f"No option {name}. {of} has {', '.join(known)}{passed_on}.")
@@ -171,9 +138,8 @@ class Options:
         has_var_kwargs = inspect.getfullargspec(method).varkw
         for k in kwargs:
             if k in own or has_var_kwargs and k in _OF_LEARNER: continue
-            likely = closest_name(k, [*own, *self.defaults], _ALIASES)
-            is_wrong = likely in self.defaults or k in _OF_LOADERS or not has_var_kwargs
-            if is_wrong: self.refuse_name(k, name, own)
+            is_typo = did_you_mean(k, self.defaults) and not did_you_mean(k, own)
+            if is_typo or k in _OF_LOADERS or not has_var_kwargs: self.refuse_name(k, name, own)
         bind_arguments(method, (None, *args), kwargs)
     def pop_from(self, learn, name, args, kwargs):
         """Take the options out of `kwargs` and return them. Raises `CantDistribute` if
@@ -190,47 +156,32 @@ class Options:
         options = {k:kwargs.pop(k) for k in [*kwargs] if k in self.accepted}
         self.check_call(type(learn), name, args, kwargs)
         return options
-    def _docstring(self, text, intro, params, returns, *more):
-        "Return a docstring that lists `params` and the errors"
-        def line(p):
-            name = f"**{p.name}" if p.kind == p.VAR_KEYWORD else f"{p.name}={p.default!r}"
-            return f"    {name}: {self.comments.get(p.name, '')}"
-        listed = '\n'.join([intro, *map(line, params)])
-        return '\n\n'.join([inspect.cleandoc(text or ''), listed, returns, RAISES, *more])
-    def add_to_docstring(self, f, *more):
-        "List the options and errors in the docstring of `f`, which takes the options"
-        f.__doc__ = self._docstring(f.__doc__, 'Options:', self.params.values(), *more)
     def add_method(self,
         cls, # fastai's `Learner`; its `distrib` makes the call
         name, # The method to run on workers
-        *afterwards, # The end of its docstring: what the learner holds after a failure, say
+        afterwards, # The end of its docstring: what the learner holds after a failure, say
         without=() # Options that do nothing for it
     ):
         "Give `cls` the method `distrib_{name}`: `name` with options behind its own arguments"
         wrapped = getattr(cls, name)
-        shown = [p for k,p in self.params.items() if k not in without]
         def run_on_workers(learn, /, *args, **kwargs): return learn.distrib(name, *args, **kwargs)
         own = [p for p in inspect.signature(wrapped).parameters.values() if p.kind != p.VAR_KEYWORD]
-        behind = [p if p.kind == p.VAR_KEYWORD else p.replace(kind=p.KEYWORD_ONLY) for p in shown]
-        run_on_workers.__signature__ = inspect.Signature([*own, *behind])
+        more = inspect.Parameter('kwargs', inspect.Parameter.VAR_KEYWORD)
+        run_on_workers.__signature__ = inspect.Signature([*own, more])
+        delegates(self.ctx, but=[*without])(run_on_workers)
         run_on_workers.__name__ = f'distrib_{name}'
         run_on_workers.__qualname__ = f'{cls.__name__}.distrib_{name}'
-        run_on_workers.__module__ = self.module
+        run_on_workers.__module__ = self.ctx.__module__
         about = f"Run `{name}` on workers, one per GPU. {wrapped.__doc__ or ''}".rstrip()
-        run_on_workers.__doc__ = self._docstring(
-            about, f"Options, after the arguments of `{name}`:", shown,
-            f"Returns what `{name}` returns. The learner is then as after `{name}` in one process.",
-            *afterwards)
+        returns = (f"The options behind the arguments of `{name}` are those of `distrib_ctx`. "
+                   f"Returns what `{name}` returns. The learner is then as after `{name}` in one "
+                   "process.")
+        run_on_workers.__doc__ = '\n\n'.join([about, returns, afterwards, RAISES])
         setattr(cls, run_on_workers.__name__, run_on_workers)
 
 # %% ../../nbs/launch/508_options.ipynb #ec78b7f0
-# Names in other tools -> ours
-_ALIASES = dict(world_size='nprocs', num_processes='nprocs', num_workers='nprocs',
-                n_workers='nprocs', n_gpus='nprocs', num_gpus='nprocs', device_ids='gpus',
-                devices='gpus', sync_batchnorm='sync_bn', max_restarts='restarts',
-                retries='restarts', max_lr='lr_max', epochs='n_epoch')
 _OF_LEARNER = 'metrics','loss_func'     # attributes, which some take for arguments of `fit`
-_OF_LOADERS = 'bs','batch_size'
+_OF_LOADERS = 'bs','batch_size','num_workers'
 
 # %% ../../nbs/launch/508_options.ipynb #586cbe10
 def _arguments_with_bases(cls, name):
@@ -245,9 +196,6 @@ RAISES = """Raises
     RankDied: a worker's process ended, for example killed for lack of memory
     GroupTimeout: no training step for `timeout` seconds; the error shows each worker's stack
     KeyboardInterrupt: you interrupted; all workers stopped after the same batch"""
-
-ITEMS = """The last line shows items/s: training items of all workers per second, without start and
-validation."""
 
 # %% ../../nbs/launch/508_options.ipynb #b6c84c1d
 # Workers and GPUs

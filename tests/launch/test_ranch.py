@@ -94,8 +94,7 @@ def test_all_forms_of_import():
     assert ns['json'] and ns['pi'] > 3
     import_star(['cmath'], ns)
     assert ns['phase'](1) == 0
-    with pytest.raises(CantDistribute, match='x = 1'): global_imports('import os\nx = 1', {})
-    with pytest.raises(CantDistribute, match="doesn't parse"): global_imports('from os import (', {})
+    with pytest.raises(SyntaxError): global_imports('from os import (', {})
     with pytest.raises(ModuleNotFoundError): global_imports('import nosuchmodule', {})
 
 
