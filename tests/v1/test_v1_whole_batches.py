@@ -20,10 +20,6 @@ class Data:
     name: str = 'head'
 
 
-class Attr(dict):
-    def __getattr__(self, k): return self[k]
-
-
 class Returns(nn.Module):
     "What `make` makes of the predictions"
     def __init__(self, make): super().__init__(); self.m, self.make = net(), make
@@ -31,7 +27,6 @@ class Returns(nn.Module):
 
 
 def named(o): return Named(o, o*2)
-def attr(o): return Attr(logits=o)
 def time_first(o): return torch.stack([o, o*2, o*.5]).log_softmax(2)
 def two_views(o): return torch.stack([o, o*.5])
 
@@ -55,7 +50,7 @@ class Weighted:
 
 
 # how the model's output is made, the loss, True if it is averaged over workers
-CASES = dict(named=(named, of_logits, False), data=(Data, of_logits, False), attr=(attr, of_logits, False),
+CASES = dict(named=(named, of_logits, False), data=(Data, of_logits, False),
              time_first=(time_first, ctc, True), two_views=(two_views, agree, True), inputs=(noop, Weighted, True))
 
 
