@@ -75,7 +75,7 @@ class Batch:
 #    4   all_gather_object   _decide               if DDP can't follow some rank's model (3)
 #    5   sum_                combine               on an accelerator, if a rank has a loss (3)
 #    6   DDP's all-reduces   Overlapped.backward   in the first pass, if how is OVERLAPPED (3)
-#    7   vote('end_pass')    exchange_masks        after the first pass, if how is FLAT (3)
+#    7   vote('end_pass')    exchange_checksums    after the first pass, if how is FLAT (3)
 #    8     all-reduces       average_grads
 #    9 vote('share_loss')    begin_pass            before a further pass, if learn.loss isn't global
 #   10   sum_                combine               on an accelerator
@@ -106,7 +106,7 @@ class StepSync(OurCallback):
         start_train         `distributed`, after the vote of `before_train`
         enter_event         `EventDispatcher`, when an event begins, and `leave_event` at its end
         begin_pass          `Passes`, before each backward pass of a batch, also a callback's
-        exchange_masks      `Passes`, after a flat one
+        exchange_checksums  `Passes`, after a flat one
         close               `distributed`, when the fit ends"""
     order = _FIRST+1    # right after `Together`, which must know of the batch
     run_valid = False
@@ -117,7 +117,7 @@ class StepSync(OurCallback):
         self.n = group.world_size()
         self.run_train = self.n > 1     # one rank needs none of the events of a batch
         self.overlapped = Overlapped(lambda: self.learn.model, self.params, **ddp_kwargs)
-        self.passes = Passes(self.params, self.begin_pass, self.exchange_masks, self.overlapped,
+        self.passes = Passes(self.params, self.begin_pass, self.exchange_checksums, self.overlapped,
                              self.is_loss_of_learner)
         self.batch = None           # the `Batch`: this one or the last one, or the first to come
         self.phase_params = None    # what `params` has returned last in this phase
@@ -240,9 +240,9 @@ class StepSync(OurCallback):
         what they have read, if every rank reads the whole loader; raises `CantShard` on all if it
         differs"""
         first_read = getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
-        if self.learn.iter == 0: numbers |= dict(layout=first_read)
+        if self.learn.iter == 0: numbers |= dict(checksum=first_read)
         result = self.together.vote('begin_pass', **numbers)
-        if len({*result.values('layout')}) > 1: raise CantShard(_OTHER_BATCHES)
+        if len({*result.values('checksum')}) > 1: raise CantShard(_OTHER_BATCHES)
         self.batch.lacks_loss = result.sum('lacks_loss') > 0
         return result
     def _decide(self, result):
@@ -257,9 +257,9 @@ class StepSync(OurCallback):
         self.always_flat = True
         self.overlapped.close()
         return how
-    def exchange_masks(self, mask):
+    def exchange_checksums(self, checksum):
         "Return the checksums of all ranks, for `Passes`"
-        return self.together.vote('end_pass', mask=mask).values('mask')
+        return self.together.vote('end_pass', checksum=checksum).values('checksum')
 
     # The end of a batch that went another way
     def _end_without_backward(self):

@@ -70,12 +70,11 @@ FIELDS = (
     'lacks_loss',       # begin_pass: 1: its `learn.loss` isn't computed yet
     'flat',             # begin_pass: 1: DDP can't follow its model
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
-    'mask',             # end_pass: of the parameters with gradients, after a flat pass
     'nbytes','items',   # gather: of its predictions and targets: see `shard.whole`
     'clear',            # gather: the same
-    # A checksum. gather: of the layout of these; order: of the order of the batches; begin_pass: of
-    # what a rank has read, if every rank reads all
-    'layout',
+    # gather: of the types and shapes of these; order: of the order of the batches; begin_pass: of
+    # what a rank has read, if every rank reads all; end_pass: of which parameters have gradients
+    'checksum',
     'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
     'grads')            # end: 1: it has gradients that no step used
@@ -216,7 +215,7 @@ class Together(OurCallback):
         generator that isn't one of the global streams, or from the time"""
         if self.is_alone: return batches
         checksum = zlib.crc32(repr(batches).encode())
-        if len({*self.vote('order', layout=checksum).values('layout')}) == 1: return batches
+        if len({*self.vote('order', checksum=checksum).values('checksum')}) == 1: return batches
         if not self.order_differed and not group.rank(): print_line(_OTHER_ORDER)
         self.order_differed = True
         return group.from_rank0(batches)

@@ -17,6 +17,7 @@ from ..base.checks import (
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+from .engine import InProcess
 from .local import Local
 from .worker_launcher import WorkerLauncher
 from ..output.replay import print_line, print_once, several
@@ -297,9 +298,14 @@ def engine_for(
     launcher = options['launcher']
     why = why_no_workers(nprocs, gpus, launcher)
     if why:
-        print_line(why)
-        yield None
-        return
+        names = [k for k in (*_ONLY_WITH_WORKERS,'timeout') if k in asked and k != 'checkpoint']
+        print_line(why + (f" There {'=, '.join(names)}= has no effect." if names else ''))
+        if 'checkpoint' not in asked:
+            yield None
+            return
+        if not group.has_distributed():
+            raise CantDistribute("checkpoint= needs torch.distributed, which this torch lacks.")
+        launcher,nprocs = InProcess(),None      # the one rank writes it
     if launcher is None: launcher = Local()
     attrs = _attrs_of_block(launcher, options, asked)
     if launcher.workers_are_local:

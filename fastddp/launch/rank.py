@@ -14,13 +14,13 @@ import cloudpickle
 from fastcore.basics import noop, store_attr
 
 from ..base import board, group
-from ..base.device import (
-    device_module, is_accelerator)
+from ..base.device import device_module, is_accelerator
 from ..base.scoped import on_ctrl_c
 from ..output.capture import DisplaySettings, capture_output
 from ..payload import patches
 from ..payload.pairs import read_settings, take_settings, texts_of
 from ..payload.pickling import Payload, dump, imports, load
+from ..process.helper import marks_of_helper
 from ..process.workers import Heartbeat, Heartbeats
 
 # %% ../../nbs/launch/500_rank.ipynb #a58ba397
@@ -231,7 +231,7 @@ def _free_memory(device):
 def notebook_settings():
     """Return what the notebook has set in libraries, for `set_for_process` in a worker. Without a
     helper: all settings, and no attributes"""
-    settings,marks = read_settings(),patches.marks_of_helper()
+    settings,marks = read_settings(),marks_of_helper()
     host = socket.gethostname()
     if marks is None: return settings,[],host
     theirs = marks['settings']

@@ -13,7 +13,7 @@ import torch
 from torch.utils.hooks import RemovableHandle
 
 from ..base.device import is_accelerator
-from .kinds import DICT, SEQUENCE, Kind, has_storage, is_value, kind, named, place_of
+from .kinds import DICT, SEQUENCE, has_storage, is_value, kind, named, place_of
 from .notes import Failed, NumberPickler, bytes_of, gradients
 from .pickling import (
     CellLoader, Payload, Reads, Unpickler, memory_of, no_collection, without_frames)
@@ -210,7 +210,7 @@ def apply(
     todo = [(i, own[i], kind(own[i]), what) for i,what in changes.items() if i in own]
     for is_last in (False, True):
         for i,o,k,what in todo:
-            if not isinstance(k, Kind) or k.is_hashed is not is_last: continue
+            if not k or not k.is_written or k.is_hashed is not is_last: continue
             failed += [Failed.of(i, *e) for e in _write(o, k, *what)]
     for b in message.bytes: failed += _write_bytes(buffers[b.buffer], b.tensors, own)
     for i,g in grads.items():

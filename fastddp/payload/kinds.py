@@ -74,6 +74,7 @@ def attributes(o):
 class Kind:
     "How objects of one kind are read and written"
     is_hashed = False       # True: written last, when what its keys consist of is there
+    is_written = True       # False: what it holds can't be set
     def attrs(self, o):
         "Return members by name"
         return {}
@@ -96,6 +97,14 @@ class Kind:
         if items is not None: attempt(None, self.fill, items)
         for name,v in new.items(): attempt(name, self.put, name, v)
         return failed
+
+class Constant(Kind):
+    "What can't change itself, but refers to others that can"
+    is_written = False
+
+class Opaque(Kind):
+    "State in C that can't be set: all that hold it get the new one"
+    is_written = False
 
 def named(attrs, items):
     "Return members by name: attributes, and what a dict of plain keys holds under each of them"
@@ -387,8 +396,7 @@ CLASS,MODULE = Class(),Module()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
 TENSOR,ARRAY = Tensor(),Array()
 TABLE,INDEX,STATE = Table(),Index(),State()
-CONSTANT = 'constant'   # can't change itself, but refers to others that can
-OPAQUE = 'opaque'       # state in C that can't be set: then all that hold it get the new one
+CONSTANT,OPAQUE = Constant(),Opaque()
 
 # %% ../../nbs/payload/106_kinds.ipynb #254fca24
 _WEAK = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet

@@ -46,7 +46,7 @@ def _quiet():
 
 def load_script(
     data,       # What `torch.jit.save` wrote
-    to=None     # The device for constants of the code; `_Unpickler` adds it
+    to=None     # The device for constants of the code; `Reads` adds it
 ):
     "Return a TorchScript module"
     with _quiet(): return torch.jit.load(io.BytesIO(data), map_location=to or 'cpu')

@@ -129,7 +129,8 @@ class Notes:
     "What each object of a `Places` holds, noted when this is made; `changes` are those since then"
     def __init__(self, places,
         left_out=lambda cls: frozenset(), # As of `Places`
-        stands_for=_itself, # See above
+        # `stands_for(value, holder)` is compared and sent in the place of a member's value
+        stands_for=_itself,
         is_empty=False, # True: as if no object held anything, so all has changed
         shared=(), # Objects that both sides have as the very same ones: they aren't compared
         always=() # Tensors that are always sent, with those that require a gradient

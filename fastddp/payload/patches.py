@@ -333,10 +333,6 @@ def make_marks():
                   for p in _namespaces(_selectors()).values() for key,o in p.searched.items()}
     return marshal.dumps(dict(attributes=attributes, settings=texts_of(read_settings())))
 
-def marks_of_helper():
-    """Return what `make_marks` returned in the helper, as a dict; None without a helper.
-    `process.workers` sets the function that asks it"""
-
 # %% ../../nbs/payload/105_patches.ipynb #2b00ff6a
 # These say where a process runs
 FLAGS = {'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON','IN_COLAB'}

@@ -12,7 +12,7 @@ from collections import deque
 import cloudpickle
 
 from .kinds import (
-    CONSTANT, DICT, OPAQUE, SEQUENCE, SET, STATE, TABLE, Kind, Whole,
+    CONSTANT, DICT, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
     are_values, attributes, is_own_module, kind)
 from .columns import holds_any, is_long
 from .reducers import made_of
@@ -32,7 +32,7 @@ def members(o, left_out=frozenset()):
         module = sys.modules.get(o.__module__)
         if is_own_module(module): yield 'module',module
     if k in (STATE,OPAQUE): yield from attributes(o).items()
-    if not isinstance(k, Kind) or isinstance(k, Whole): return
+    if k is None or isinstance(k, Whole): return
     items = k.items(o) if k in (DICT,SEQUENCE) else None
     for name,v in k.attrs(o).items():
         if name not in left_out: yield name,v

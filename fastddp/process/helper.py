@@ -13,9 +13,6 @@ from glob import escape, glob
 from multiprocessing import connection
 from typing import NamedTuple
 
-try: import fcntl
-except ImportError: fcntl = None    # not on Windows, where there are no workers
-
 from ..base.failure import is_user_file
 from ..base.scoped import in_main_thread
 
@@ -47,9 +44,12 @@ def end_forks_with_parent():
 
 # %% ../../nbs/process/404_helper.ipynb #1968fba4
 _PREFIX = 'fastddp-'        # of the name of a private folder
-_LOCK_FILE = 'owner'        # the file in it that its process keeps locked
-_lock_fds = {}              # path of a private folder of this process -> its open lock file
 _has_swept = False          # True once `new_folder` has called `sweep`
+
+def _namespace():
+    "The number of the namespace of this process's id"
+    try: return os.stat('/proc/self/ns/pid').st_ino
+    except OSError: return 0        # not on Linux
 
 def new_folder():
     """Create a private folder, which is removed when this process exits, and return its path. The
@@ -57,50 +57,26 @@ def new_folder():
     global _has_swept
     if not _has_swept: sweep()
     _has_swept = True
-    path = tempfile.mkdtemp(prefix=_PREFIX)
-    if fcntl is None: return path
-    # `sweep` looks for _LOCK_FILE, which must be locked when it appears
-    temp_path = os.path.join(path, '.lock')
-    try: fd = _lock_fds[path] = os.open(temp_path, os.O_RDWR|os.O_CREAT, 0o600)
-    except OSError:
-        os.rmdir(path)
-        raise
-    # A file system without locks raises an OSError. `sweep` ignores a folder without an `owner`.
-    with suppress(OSError):
-        fcntl.flock(fd, fcntl.LOCK_EX)
-        os.rename(temp_path, os.path.join(path, _LOCK_FILE))
-    return path
+    return tempfile.mkdtemp(prefix=f'{_PREFIX}{_namespace()}-{os.getpid()}-')
 
 # %% ../../nbs/process/404_helper.ipynb #195dba2e
+def _folders(pid):
+    "Return the paths of all private folders of a process; of those of any for '*'"
+    name = f'{_PREFIX}{_namespace()}-{pid}-*'
+    return glob(os.path.join(escape(tempfile.gettempdir()), name))
+
 def sweep():
     "Remove the private folders of this user's processes that are gone"
-    if fcntl is None: return
-    for lock in glob(os.path.join(escape(tempfile.gettempdir()), f'{_PREFIX}*', _LOCK_FILE)):
-        folder = os.path.dirname(lock)
-        with suppress(OSError):
-            if not _is_own_folder(os.lstat(folder), os.lstat(lock)): continue
-            fd = os.open(lock, os.O_RDONLY|os.O_NOFOLLOW|os.O_NONBLOCK)
-            try:
-                # raises an OSError while the folder's process lives
-                fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-                shutil.rmtree(folder, ignore_errors=True)
-            finally: os.close(fd)
-
-def _is_own_folder(
-    folder, # The `os.stat_result` of a folder
-    lock    # That of its lock file
-):
-    "True for a directory and a regular file that both belong to this user"
-    is_folder = stat.S_ISDIR(folder.st_mode) and stat.S_ISREG(lock.st_mode)
-    return is_folder and {folder.st_uid, lock.st_uid} == {os.getuid()}
+    for path in _folders('*'):
+        with suppress(OSError, ValueError):
+            found,pid = os.lstat(path),int(os.path.basename(path).split('-')[2])
+            if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid(): continue
+            try: os.kill(pid, 0)
+            except ProcessLookupError: shutil.rmtree(path, ignore_errors=True)
 
 # %% ../../nbs/process/404_helper.ipynb #d8efb3b1
-_importer_pid = os.getpid() # of the process that imported this module, not of its forks
-
 def remove_folder(path):
     "Remove a folder that `new_folder` created, with its contents; repeated calls do nothing"
-    # Close the lock file first: rmtree needs a descriptor, and this process may have no other left.
-    if (fd := _lock_fds.pop(path, None)) is not None: os.close(fd)
     shutil.rmtree(path, ignore_errors=True)
 
 @contextmanager
@@ -112,16 +88,8 @@ def private_folder():
 
 @atexit.register
 def _remove_all():
-    "At the end of this process, remove its folders; a fork of it leaves them alone"
-    if os.getpid() == _importer_pid:
-        for path in list(_lock_fds): remove_folder(path)
-
-def _close_locks():
-    "In a forked child, close its copies of the lock files, which would keep them locked"
-    for fd in _lock_fds.values(): os.close(fd)
-    _lock_fds.clear()
-
-if hasattr(os, 'register_at_fork'): os.register_at_fork(after_in_child=_close_locks)
+    "At the end of this process, remove its folders"
+    for path in _folders(os.getpid()): remove_folder(path)
 
 # %% ../../nbs/process/404_helper.ipynb #d8d16bf7
 # How workers start. Where no helper can run they are spawned instead (`run_spawned`).

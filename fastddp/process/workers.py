@@ -16,14 +16,10 @@ import cloudpickle
 from ..base.board import Page
 from ..base.errors import CantDistribute
 from ..base.scoped import in_main_thread
-from ..payload import patches
 from ..payload.buffers import Block
 from .worker import TOO_MANY_FILES, Pipe, Surroundings
-from fastddp.process.helper import (
-    HelperEnded, marks_of_helper, new_folder, remove_folder, start_method, start_worker,
-    turn_off_helper)
-
-patches.marks_of_helper = marks_of_helper
+from .helper import (
+    HelperEnded, new_folder, remove_folder, start_method, start_worker, turn_off_helper)
 
 # %% ../../nbs/process/406_workers.ipynb #ca053edd
 _REMEDIES = {

@@ -176,10 +176,10 @@ class Losses:
         """Return why the parts of all ranks can't be joined; '' if they can. It follows from what
         was exchanged, so it is the same on all ranks"""
         most = max(o.nbytes for o in sizes)
-        layouts = {o.layout for o in sizes}
+        checksums = {o.checksum for o in sizes}
         if most > self.MOST_BYTES: return _TOO_LARGE.format('{}', size_of(most))
-        if NO_ROWS in layouts: return _NO_ROWS
-        if len(layouts) > 1: return _NO_FIT
+        if NO_ROWS in checksums: return _NO_ROWS
+        if len(checksums) > 1: return _NO_FIT
         is_first = self.is_first((WHOLE,id(f)))
         is_clear = any(o.clear for o in sizes) or self.option == 'gather'
         return '' if is_clear or not is_first else _UNCLEAR

@@ -18,6 +18,7 @@ from torch._utils import ExceptionWrapper
 from ..base import group
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
+from ..payload.reducers import reduces
 from .trees import is_object, map_tensors
 
 # %% ../../nbs/shard/301_sharded.ipynb #a3c0e501
@@ -303,6 +304,11 @@ def is_sharded(dl):
 def original(dl):
     "Return the user's loader: the one that `dl` was made from if it is sharded, else `dl`"
     return dl._shard.orig if is_sharded(dl) else dl
+
+@reduces(Sharded)
+def _(dl, pickler):
+    "The user's own loader takes the place of a sharded one"
+    return original, (original(dl),)
 
 def checksum(tree):
     "Return a number that differs where the tensors and numbers in a tree do"

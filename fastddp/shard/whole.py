@@ -34,7 +34,7 @@ class Sizes(NamedTuple):
     items:float = 0.        # that count
     # A hash of types and shapes, equal where parts fit together; or `NO_ROWS`, which no hash is, if
     # no prediction has rows of items
-    layout:float = 0.
+    checksum:float = 0.
     clear:float = 0.        # 1: dimension 0 of some prediction can only be the items
     failed:float = 0.       # 1: the call has failed
 
@@ -120,11 +120,11 @@ class Part:
         def described(o):
             if o.is_list: return _LIST
             return o.rows, o.numbers, str(o.value.dtype), [*o.value.shape[bool(o.rows):]]
-        layout = float(zlib.crc32(repr([*map(described, self.leaves)]).encode()))
+        checksum = float(zlib.crc32(repr([*map(described, self.leaves)]).encode()))
         of_items = [o.given for o in self.preds if o.rows]
         tensors = tensors_in([o.value for o in self.leaves])
         return dict(nbytes=sum(t.numel()*t.element_size() for t in tensors),
-                    items=self.count, layout=layout if of_items else NO_ROWS,
+                    items=self.count, checksum=checksum if of_items else NO_ROWS,
                     clear=any(map(self._is_clear, of_items)))
     def _is_clear(self, o):
         """Return False for a prediction of shape (n, n, ...) with n items: either dimension may be
@@ -139,7 +139,7 @@ class Part:
 
     # The parts of all ranks
     def exchange(self,
-        counts # Numbers of items of all ranks, of which the `layout` is the same
+        counts # Numbers of items of all ranks, of which the `checksum` is the same
     ):
         "Return what all ranks have, for `join`. A collective operation, the only one"
         positions = torch.tensor(self.positions, dtype=torch.int64)
@@ -201,5 +201,5 @@ def whole(part):
     """Return the tree of a `Part` of all ranks, in the order of one process; None if the parts
     don't fit together. A collective operation"""
     sizes = [Sizes(**o) for o in group.all_gather_object(part.sizes())]
-    if len({o.layout for o in sizes}) > 1: return None
+    if len({o.checksum for o in sizes}) > 1: return None
     return part.join(*part.exchange([int(o.items) for o in sizes]))

@@ -401,3 +401,23 @@ def test_a_failed_callback_that_was_given_to_the_fit():
     with learn.no_bar(), learn.no_logging(), pytest.raises(RankRaised) as e:
         learn.distrib_fit(2, nprocs=2, cbs=Fails())
     assert 'learn.distrib_fit(..., cbs=Fails(), start_epoch=1)' in ' '.join(str(e.value).split())
+
+
+@pytest.mark.parametrize('how', [dict(), dict(nprocs=1)])
+def test_one_process_writes_checkpoints(how, tmp_path, capsys):
+    "As on a laptop and on Colab: another kernel goes on as if nothing had happened"
+    def make(*fault):
+        learn = learner(tmp_path, *fault)
+        learn.path = tmp_path
+        return learn
+    fault = 'exception', 'after_pred', 0, 1, 3
+    whole = make()
+    whole.distrib_fit_one_cycle(3, .05, checkpoint='epoch', **how)
+    (tmp_path/'models'/'distrib.ckpt').unlink()
+    with pytest.raises(Exception, match='on purpose'):
+        make(*fault).distrib_fit_one_cycle(3, .05, checkpoint='epoch', restarts=2, **how)
+    said = capsys.readouterr().out
+    assert 'training in this process' in said and 'There restarts= has no effect.' in said
+    learn = make(*fault)        # which doesn't come again
+    learn.distrib_resume('distrib')
+    assert history(learn) == history(whole)

@@ -329,9 +329,7 @@ def test_a_rank_that_is_killed_while_the_board_is_made():
     assert set(Path(tempfile.gettempdir()).glob('fastddp*')) <= before
 
 
-def files_of(local):
-    "But for the one that says whose folder it is"
-    return sorted(o.name.split('-')[0] for o in Path(local.workers.dir).iterdir() if o.name != 'owner')
+def files_of(local): return sorted(o.name.split('-')[0] for o in Path(local.workers.dir).iterdir())
 def descriptors():
     gc.collect()        # what earlier tests left to be collected must not go meanwhile
     return len(os.listdir('/proc/self/fd'))
@@ -401,21 +399,23 @@ def ends_at_once(ctx, obj):
 
 
 def test_the_sweep_touches_what_is_ones_own_alone(tmp_path):
-    "Others may put a FIFO or a link there, on which one would wait or which leads elsewhere"
-    elsewhere = tmp_path/'elsewhere'
-    for o in 'fastddp-gone', 'fastddp-fifo', 'fastddp-link', 'fastddp-others', 'elsewhere': (tmp_path/o).mkdir()
-    os.mkfifo(tmp_path/'fastddp-fifo'/'owner')
-    for o in 'fastddp-gone', 'fastddp-others', 'elsewhere': (tmp_path/o/'owner').touch()
-    (tmp_path/'fastddp-link'/'owner').symlink_to(elsewhere/'owner')
-    (tmp_path/'fastddp-there').symlink_to(elsewhere)
-    if os.getuid() == 0: os.chown(tmp_path/'fastddp-others', 12345, 12345)
+    "Folders of this user's processes that are gone; others may put a link there, which leads elsewhere"
+    says = 'import os; print(os.getpid())'
+    pid = int(subprocess.run([sys.executable, '-c', says], capture_output=True, text=True).stdout)
+    here = os.stat('/proc/self/ns/pid').st_ino
+    names = dict(gone=f'fastddp-{here}-{pid}-x', others=f'fastddp-{here}-{pid}-y', elsewhere='elsewhere',
+                 lives=f'fastddp-{here}-{os.getpid()}-x', container=f'fastddp-{here+1}-{pid}-x',
+                 odd=f'fastddp-{here}-x-y')
+    for o in names.values(): (tmp_path/o).mkdir()
+    (tmp_path/'elsewhere'/'file').touch()
+    link = tmp_path/f'fastddp-{here}-{pid}-link'
+    link.symlink_to(tmp_path/'elsewhere')
+    if os.getuid() == 0: os.chown(tmp_path/names['others'], 12345, 12345)
     env = os.environ | dict(TMPDIR=str(tmp_path))
-    sweeps = 'from fastddp.process.helper import sweep; sweep()'
-    subprocess.run([sys.executable, '-c', sweeps], env=env, check=True, timeout=60)
+    subprocess.run([sys.executable, '-c', SWEEP], env=env, check=True, timeout=60)
     left = {o.name for o in tmp_path.iterdir()}
-    others = {'fastddp-others'} if os.getuid() == 0 else set()
-    assert left == {'fastddp-fifo', 'fastddp-link', 'fastddp-there', 'elsewhere'} | others
-    assert (elsewhere/'owner').exists()
+    removed = {names['gone']} if os.getuid() == 0 else {names['gone'], names['others']}
+    assert left == {*names.values(), link.name}-removed and (tmp_path/'elsewhere'/'file').exists()
 
 
 def test_a_number_that_is_a_strangers_by_now(monkeypatch):
