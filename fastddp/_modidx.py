@@ -3555,4 +3555,5 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.shard.whole._renumbered': ('shard/whole.html#_renumbered', 'fastddp/shard/whole.py'),
                                      'fastddp.shard.whole.by_item': ('shard/whole.html#by_item', 'fastddp/shard/whole.py'),
                                      'fastddp.shard.whole.from_items': ('shard/whole.html#from_items', 'fastddp/shard/whole.py'),
+                                     'fastddp.shard.whole.joined_nodes': ('shard/whole.html#joined_nodes', 'fastddp/shard/whole.py'),
                                      'fastddp.shard.whole.whole': ('shard/whole.html#whole', 'fastddp/shard/whole.py')}}}

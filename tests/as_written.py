@@ -19,7 +19,7 @@ from parity import items, learner, mlp, seed
 
 AVERAGED = set()
 # The model computes a part of the loss: a line says that this is averaged, as it is in one process
-NAMED = 'loss_of_the_model', 'vae_that_reads_the_model'
+NAMED = 'loss_of_the_model', 'vae_that_reads_the_model', 'term_of_the_predictions'
 
 
 def averaged(f):
@@ -175,6 +175,25 @@ def vae_that_sums():
 class ReadsModel:
     def __init__(self, model): self.model = model
     def __call__(self, p, y): return F.mse_loss(p, y)+kl(self.model.mu, self.model.lv)
+
+
+class KeepsTerm(nn.Module):
+    "Keeps a term that it makes of its predictions"
+    def __init__(self): super().__init__(); self.net = mlp()
+    def forward(self, x):
+        out = self.net(x)
+        self.term = (out**2).mean()
+        return out
+
+
+class WithTerm:
+    def __init__(self, model): self.model = model
+    def __call__(self, p, y): return F.cross_entropy(p, y)+.1*self.model.term
+
+
+def term_of_the_predictions():
+    model = KeepsTerm()
+    return dict(model=model, loss_func=WithTerm(model))
 
 
 def vae_that_reads_the_model():

@@ -12,7 +12,7 @@ from ..base.errors import CantDistribute
 from .gradients import graph_of, leaves_of
 from .loss import is_known, loss_name
 from .trees import tensors_in
-from .whole import NO_ROWS
+from .whole import NO_ROWS, joined_nodes
 
 # %% ../../nbs/shard/314_losses.ipynb #c6701901
 LOSS_KINDS = 'auto','mean','sum','gather'     # that the user may ask for
@@ -232,6 +232,12 @@ def check_terms(
     if names:
         losses.print_once("A term of the loss doesn't come from predictions and targets (it uses "
                           f"{', '.join(names[:3])}): it {averaged()}.", 'terms')
+    joined = joined_nodes(graph_of(loss, until=preds))
+    # a way from the loss to the rank's own predictions, past the joined ones
+    if joined and not names and not preds.isdisjoint(graph_of(loss, until=joined)):
+        losses.print_once("A term of the loss comes from a worker's own predictions, not from those "
+                          "that the loss function was given: from an attribute of the model? It "
+                          f"{averaged()}.", 'terms')
     if changed is None: return
     # what a callback added has predictions or parameters; mixed precision's factor has neither
     added = graph_of(changed, until=[loss])

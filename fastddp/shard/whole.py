@@ -47,6 +47,10 @@ class _ScaleGradient(torch.autograd.Function):
     @staticmethod
     def backward(ctx, grad): return grad*ctx.factor(), None
 
+def joined_nodes(nodes):
+    "Return those of a graph's `nodes` at which a rank's own tensors were joined with the others'"
+    return {o for o in nodes if o.name() == '_ScaleGradientBackward'}
+
 _LIST = 'list'
 
 class Leaf(NamedTuple):
