@@ -359,9 +359,10 @@ def _is_setting(owner, module, name, v, mark # In the helper, or None
 
 def _has_setter(owner, name):
     "True if there is a public function such as `set_x` that names this attribute"
-    for k,f in vars(owner).copy().items():
+    # by name first: some of torch's attributes raise an error when they are asked
+    for f in [f for k,f in vars(owner).copy().items() if k.startswith('set')]:
         code = getattr(getattr(f, '__func__', f), '__code__', None)
-        if k.startswith('set') and code and name in code.co_names: return True
+        if code and name in code.co_names: return True
     return False
 
 def _dumped(v):

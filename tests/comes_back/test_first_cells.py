@@ -1,5 +1,5 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
-import codecs, collections, collections.abc, functools, io, os, ssl, subprocess, sys
+import codecs, collections, collections.abc, functools, io, os, ssl, subprocess, sys, types
 import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch, torch._dynamo
 from fastai.callback.core import Callback
 from fastddp.all import *
@@ -111,6 +111,14 @@ def test_a_function_that_workers_run_first(two):
         assert found(NO_VALUE, two) == {'plug-in': "'MINE'", 'codec': "b'a'"}
         assert ranch(2, lambda: attempt(NO_VALUE['codec']))[1] == "b'a'"       # rank 0 is this process
     finally: fastddp.setup(None)
+
+
+def test_a_private_value_on_torch_fails_no_call(two, monkeypatch):
+    "The shim for old libraries: some of torch's attributes raise an error when they are asked"
+    monkeypatch.setattr(torch, '_six', types.SimpleNamespace(string_classes=(str,)), raising=False)
+    learn = learner(train=8, valid=4)
+    learn.distrib_fit(1, nprocs=2, launcher=two)
+    assert len(learn.recorder.values) == 1
 
 
 class Opens:
