@@ -14,7 +14,7 @@ from typing import NamedTuple
 from fastai.learner import Recorder
 
 from ..base import group
-from ..base.device import visible_cores
+from ..base.device import device_module, visible_cores
 
 # %% ../../nbs/fastai2/704_clock.ipynb #3d732940
 # In this module, without a collective: phases; samples of a GPU; the `Clock`, which has these, and
