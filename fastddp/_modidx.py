@@ -1715,6 +1715,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.launch.rank._WorkerContext.waits_for': ( 'launch/rank.html#_workercontext.waits_for',
                                                                                        'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._finish': ('launch/rank.html#_finish', 'fastddp/launch/rank.py'),
+                                     'fastddp.launch.rank._finishing': ('launch/rank.html#_finishing', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._free_memory': ('launch/rank.html#_free_memory', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank._join_group': ('launch/rank.html#_join_group', 'fastddp/launch/rank.py'),
                                      'fastddp.launch.rank.call': ('launch/rank.html#call', 'fastddp/launch/rank.py'),

@@ -54,6 +54,7 @@ def starts_slowly(ctx, n):
 
 
 def is_full(ctx, n): raise RuntimeError('CUDA out of memory')
+def nccl_is_full(ctx, n): raise RuntimeError('NCCL error: Failed to CUDA calloc async 608 bytes')
 
 
 def unchecked(monkeypatch, probe):
@@ -74,6 +75,7 @@ def test_gpus_that_cannot_exchange_do_without_p2p(probe, capsys, monkeypatch):
     broken, out = probe in (fails, is_wrong), capsys.readouterr().out
     assert results == ['1' if broken else None]*2 and ('NCCL_P2P_DISABLE=1' in out) == broken
     assert 'NCCL_P2P_DISABLE' not in os.environ
+    assert bool(local._p2p_checked) == (probe is not fails_anyway)     # nothing was exchanged
 
 
 def test_the_page_says_what_to_do_without_p2p(capsys, monkeypatch):
@@ -95,7 +97,7 @@ def test_gpus_that_start_slowly_keep_p2p(monkeypatch):
 @pytest.mark.parametrize('error', [RankRaised, RankDied, KeyboardInterrupt])
 def test_gpus_whose_check_ends_otherwise_are_checked_again(error, monkeypatch):
     "A full GPU, a killed worker and Ctrl-C say nothing of the exchange"
-    unchecked(monkeypatch, is_full)
+    unchecked(monkeypatch, nccl_is_full if error is RankRaised else is_full)
     if error is not RankRaised:
         def ends(*_): raise RankDied(0, -9) if error is RankDied else KeyboardInterrupt
         monkeypatch.setattr(local.Local, '_run_once', ends)

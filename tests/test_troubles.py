@@ -11,6 +11,12 @@ EXAMPLES = {
     'an assertion on the GPU': ('AcceleratorError', 'CUDA error: device-side assert triggered\nCUDA kernel errors'),
     'a GPU for one process': ('AcceleratorError', 'CUDA error: CUDA-capable device(s) is/are busy or unavailable'),
     # `OSError: [Errno 12] Cannot allocate memory` is another text for it
+    'two devices in one operation': ('RuntimeError', 'Expected all tensors to be on the same device, but found at '
+                                     'least two devices, cuda:0 and cuda:1!'),
+    'a GPU that isn\'t there': ('AcceleratorError', 'CUDA error: invalid device ordinal'),
+    'torch without code for the GPU': ('RuntimeError', 'CUDA error: no kernel image is available for execution on the '
+                                       'device'),
+    'two workers on one GPU': ('DistBackendError', 'Duplicate GPU detected : rank 1 and rank 0 both on CUDA device 1'),
     'out of memory': ('RuntimeError', "[enforce fail at alloc_cpu.cpp:118] DefaultCPUAllocator: can't allocate memory"),
     'shared memory is full': ('RuntimeError', 'DataLoader worker (pid 1) is killed by signal: Bus error'),
     'a connection broke': ('ConnectionResetError', '[Errno 104] Connection reset by peer'),

@@ -27,7 +27,9 @@ OutOfMemory = torch.cuda.OutOfMemoryError
 def is_out_of_memory(e): # An exception, or its text
     "True if `e` says that memory lacks, that of an accelerator or of the host"
     if isinstance(e, (OutOfMemory,MemoryError)): return True
-    texts = 'out of memory',"can't allocate memory",'cannot allocate memory'
+    # the last three are cuBLAS's and NCCL's
+    texts = ('out of memory', "can't allocate memory", 'cannot allocate memory',
+             'status_alloc_failed', 'to cuda calloc', 'cuda failure 2')
     return any(o in str(e).lower() for o in texts)
 
 def device_module():

@@ -43,7 +43,7 @@ class Trouble(NamedTuple):
 
 _MEMORY = r'''
 out of memory on the GPU
-    ^OutOfMemoryError:|CUDA out of memory
+    ^OutOfMemoryError:|CUDA (error: )?out of memory|ALLOC_FAILED|CUDA calloc|Cuda failure 2
     The GPU of this worker is full: lower the batch size, or free what other processes hold
     (nvidia-smi shows them).
 
@@ -58,6 +58,27 @@ a GPU for one process
     busy or unavailable
     The GPU takes one process only, and another one has it: perhaps the notebook, if a cell has
     used it. `nvidia-smi -c DEFAULT`, as administrator, allows several.
+
+two devices in one operation
+    Expected all tensors to be on the same device
+    A tensor of your code is on another device than the worker's: take the device of the data
+    (x.device) where the code says 'cuda', 'cuda:0' or .cuda(), and keep tensors of a model by
+    register_buffer.
+
+a GPU that isn't there
+    invalid device ordinal
+    Your code names a GPU by its number, and this process sees fewer: take the device of the data
+    (x.device). CUDA_VISIBLE_DEVICES sets which GPUs a process sees, before torch uses one.
+
+torch without code for the GPU
+    no kernel image is available
+    This build of torch has no code for this GPU: install one for its generation (pytorch.org
+    lists them), or leave the GPU out with gpus=.
+
+two workers on one GPU
+    Duplicate GPU detected
+    NCCL takes one worker for each GPU: name each once in gpus=, and don't set
+    CUDA_VISIBLE_DEVICES in code that the workers run.
 
 out of memory
     ^MemoryError:|(?i:can('t|not) allocate memory)

@@ -429,6 +429,8 @@ class SavedGraph(NamedTuple):
         device = home if is_accelerator(home) else None
         obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=known, home={},
                    apart=True)
+        # a path is no state: that of the fit may be read-only by now, or another machine's
+        vars(obj['root'][0]).update(path=learn.path, model_dir=learn.model_dir)
         with _callbacks_of(obj['root'][0], learn):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]
             rng = obj['rng']

@@ -12,7 +12,8 @@ import torch
 from fastcore.basics import noop
 
 from ..base import group
-from ..base.device import accelerator_type, device_module, is_accelerator, visible_cores
+from ..base.device import (
+    accelerator_type, device_module, is_accelerator, is_out_of_memory, visible_cores)
 from ..base.errors import GroupTimeout, RankRaised
 from ..base.scoped import delay_interrupts, with_attrs
 from .engine import Job
@@ -185,10 +186,12 @@ class Local(WorkerLauncher):
         why = self._why_no_exchange(nprocs, interrupts)
         if why:
             extra_env['NCCL_P2P_DISABLE'] = '1'
-            # else P2P isn't the reason, and the fit says what is
-            if self._why_no_exchange(nprocs, interrupts): del extra_env['NCCL_P2P_DISABLE']
-            else: print_line(f"The GPUs can't exchange data directly ({why}): workers use "
-                             "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
+            if self._why_no_exchange(nprocs, interrupts):
+                # P2P isn't the reason, and the fit says what is
+                del extra_env['NCCL_P2P_DISABLE']
+                return
+            print_line(f"The GPUs can't exchange data directly ({why}): workers use "
+                       "NCCL_P2P_DISABLE=1, which is slower. fastddp.doctor() says more.")
         _p2p_checked.add(tuple(self._gpus(nprocs)))
     def _why_no_exchange(self, nprocs, interrupts):
         "Return why an exchange of the workers has failed, in words, or None"
@@ -201,7 +204,8 @@ class Local(WorkerLauncher):
             try: out = self._run_once(Job.of(exchanges_right, 2**17), nprocs, on_event, interrupts)
             except GroupTimeout: return "no answer"
             except RankRaised as e:
-                if _P2P_ERROR.search(e.failure.message): return "an error of NCCL"
+                text = e.failure.message
+                if _P2P_ERROR.search(text) and not is_out_of_memory(text): return "an error of NCCL"
                 raise
         if all(out.results): return None
         self.close(0)

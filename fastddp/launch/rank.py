@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/500_rank.ipynb #13824990
 import ctypes, gc, os, pickle, signal, socket, sys, threading, time, warnings
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from typing import NamedTuple
 
 import cloudpickle
@@ -206,12 +206,21 @@ def run_on_rank(
         ctx.phase_ends = phase_ends
         ctx.end_phase('join')
         meta,*buffers = buffers
-        try:
+        with _finishing(channel, ctx):
             res = call(spec.work, ctx, meta, buffers, define=True)
             # functions of the job's, which refer to its learner; `_finish` frees that
             ctx.where,ctx.items = '',()
             return res
-        finally: _finish(channel, ctx)
+
+@contextmanager
+def _finishing(channel, ctx):
+    "Context manager that calls `_finish` at its end. Nothing takes the place of a job's exception"
+    try: yield
+    except BaseException:
+        # after an assertion on a GPU each further call of CUDA fails
+        with suppress(Exception): _finish(channel, ctx)
+        raise
+    _finish(channel, ctx)
 
 def _finish(channel, ctx):
     """Report where the time went, and free memory: of a GPU at once, because the notebook's model

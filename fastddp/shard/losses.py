@@ -235,7 +235,7 @@ def check_terms(
     joined = joined_nodes(graph_of(loss, until=preds))
     # a way from the loss to the rank's own predictions, past the joined ones
     if joined and not names and not preds.isdisjoint(graph_of(loss, until=joined)):
-        losses.print_once("A term of the loss comes from a worker's own predictions, not from those "
+        losses.print_once("A term of the loss comes from a worker's own predictions, not those "
                           "that the loss function was given: from an attribute of the model? It "
                           f"{averaged()}.", 'terms')
     if changed is None: return

@@ -421,3 +421,18 @@ def test_one_process_writes_checkpoints(how, tmp_path, capsys):
     learn = make(*fault)        # which doesn't come again
     learn.distrib_resume('distrib')
     assert history(learn) == history(whole)
+
+
+def test_a_path_is_no_state(tmp_path):
+    "As on Kaggle: the file of the last session is read-only, and the next one goes to the new learner's folder"
+    def make(folder):
+        learn = learner(tmp_path, 'exception', 'after_pred', 0, 1, 3)
+        learn.path = tmp_path/folder
+        return learn
+    with pytest.raises(RankRaised): train(make('input'), checkpoint='epoch')
+    file = tmp_path/'input'/'models'/'distrib.ckpt'
+    was = file.read_bytes()
+    learn = make('working')
+    learn.distrib_resume(file)
+    assert learn.path == tmp_path/'working' and len(learn.recorder.values) == 3
+    assert file.read_bytes() == was and (tmp_path/'working'/'models'/'distrib.ckpt').exists()
