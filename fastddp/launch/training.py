@@ -19,7 +19,9 @@ from ..base.rng import CommonRNG
 from ..base.scoped import environment
 from .report import banner_line, summary_line
 from ..output.replay import print_line
+from ..payload.reducers import reduces
 from ..payload.state import model_tensors
+from ..shard.sharded import Sharded, original
 
 # %% ../../nbs/launch/512_training.ipynb #4d613b9e
 def is_kind(cb,    # A callback
@@ -159,6 +161,12 @@ def until_interrupted(ctx, # The rank's `Context`
         ctx.beat(leaving=True)
         return True
     return False
+
+# %% ../../nbs/launch/512_training.ipynb #2940c0fc
+@reduces(Sharded)
+def _reduce_sharded(dl, pickler):
+    "The user's own loader takes the place of a sharded one"
+    return original, (original(dl),)
 
 # %% ../../nbs/launch/512_training.ipynb #91e6dda3
 def _words_of_lost(places, root, lost):

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
-import contextlib, functools, numbers, os, pickle, zlib
+import contextlib, functools, numbers, os, zlib
 from multiprocessing.queues import Queue
 from types import MethodType
 from typing import NamedTuple
@@ -18,7 +18,6 @@ from torch._utils import ExceptionWrapper
 from ..base import group
 from ..base.device import visible_cores
 from ..base.errors import CantDistribute
-from ..payload.reducers import reduces
 from .trees import is_object, map_tensors
 
 # %% ../../nbs/shard/301_sharded.ipynb #a3c0e501
@@ -305,20 +304,17 @@ def original(dl):
     "Return the user's loader: the one that `dl` was made from if it is sharded, else `dl`"
     return dl._shard.orig if is_sharded(dl) else dl
 
-@reduces(Sharded)
-def _(dl, pickler):
-    "The user's own loader takes the place of a sharded one"
-    return original, (original(dl),)
-
 def checksum(tree):
     "Return a number that differs where the tensors and numbers in a tree do"
-    def described(t):
-        if not isinstance(t, torch.Tensor):
-            # one that pickle doesn't know differs nowhere
-            with contextlib.suppress(Exception): return zlib.crc32(pickle.dumps(t))
-            return None
-        data = group.bytes_of(t.detach().cpu()).numpy()
-        return str(t.dtype), [*t.shape], zlib.crc32(data)
+    seen = set()        # ids of objects that aren't looked into twice
+    def described(o):
+        if isinstance(o, torch.Tensor):
+            return str(o.dtype), [*o.shape], zlib.crc32(group.bytes_of(o.detach().cpu()).numpy())
+        if hasattr(o, 'tobytes'): return zlib.crc32(o.tobytes())    # arrays, images
+        if id(o) in seen: return None
+        seen.add(id(o))
+        attrs = dict(getattr(o, '__dict__', {}))
+        return type(o).__qualname__, map_tensors(described, attrs, is_object)
     return float(zlib.crc32(repr(map_tensors(described, tree, is_object)).encode()))
 
 _END = object()

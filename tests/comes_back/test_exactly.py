@@ -190,6 +190,24 @@ def test_resumed(group, tmp_path):
         assert check(o.changes, 4) == []
 
 
+class FailsOnce(Callback):
+    "In a worker, once in all"
+    order = 100
+    def __init__(self, marker): self.marker = marker
+    def before_epoch(self):
+        if self.epoch == 2 and not self.marker.exists():
+            self.marker.touch()
+            raise ValueError('once')
+
+
+@pytest.mark.parametrize('group', long_but(GROUPS, 'small'))
+def test_restarted(group, tmp_path):
+    "What the epochs before the failure have changed goes on on fresh workers"
+    learn = learner(train=16, valid=4, cbs=[cb := Changes(GROUPS[group]), FailsOnce(tmp_path/'failed')])
+    learn.distrib_fit(4, nprocs=2, restarts=1)
+    assert (tmp_path/'failed').exists() and check(cb, 4) == []
+
+
 class Ema(Callback):
     "Averages of the weights, in a list that is longer than any limit was"
     def before_fit(self):
