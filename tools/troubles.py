@@ -43,15 +43,18 @@ PAGE = {
         "RankRaised: rank 0 raised RuntimeError: CUDA error: CUDA-capable device(s) is/are busy or unavailable ...",
         "Its compute mode is 'exclusive process', as on some clusters: nvidia-smi shows `E. Process`."),
     'two devices in one operation': (
-        '`RuntimeError: Expected all tensors to be on the same device`',
-        'A tensor of your code is on GPU 0, in each worker: `torch.device(\'cuda:0\')`, `.cuda()`, or one that a model '
-        'keeps in a plain attribute.'),
-    'a GPU that isn\'t there': (
-        '`CUDA error: invalid device ordinal`', 'Your code names a GPU by its number.'),
+        "RankRaised: rank 1 raised RuntimeError: Expected all tensors to be on the same device, but found ...",
+        "A tensor of your code is on GPU 0, in each worker: `torch.device('cuda:0')`, `.cuda()`, or one that a model "
+        "keeps in a plain attribute."),
+    "a GPU that isn't there": (
+        "RankRaised: rank 0 raised RuntimeError: CUDA error: invalid device ordinal",
+        "Your code names a GPU by its number."),
     'torch without code for the GPU': (
-        '`CUDA error: no kernel image is available`', 'The GPU is older, or newer, than this build of torch.'),
+        "RankRaised: rank 0 raised RuntimeError: CUDA error: no kernel image is available for execution ...",
+        "The GPU is older, or newer, than this build of torch."),
     'two workers on one GPU': (
-        '`Duplicate GPU detected`', '`gpus=` names a GPU twice, or code in the workers sets `CUDA_VISIBLE_DEVICES`.'),
+        "RankRaised: rank 1 raised DistBackendError: Duplicate GPU detected : rank 1 and rank 0 both on ...",
+        "`gpus=` names a GPU twice, or code in the workers sets `CUDA_VISIBLE_DEVICES`."),
     'out of memory': (
         "RankRaised: rank 1 raised MemoryError",
         "The host's memory, or a limit on this process, was reached."),
