@@ -72,7 +72,7 @@ def state(learn, how):
     opt = [[*(v for v in s.values())] for s in learn.opt.state.values()] if learn.opt else []
     tensors = [*learn.model.state_dict().values(), *learn.holds.bank, *how.preds,
                *(v for s in opt for v in s if isinstance(v, torch.Tensor))]
-    return [bytes(t.contiguous().numpy()) for t in tensors], learn.holds.seen, learn.recorder.values
+    return [bytes(t.contiguous().numpy()) for t in tensors], learn.holds.seen, vars(learn.recorder).get('values')
 
 
 class Single:
