@@ -78,4 +78,3 @@ for _name in ('fit','fit_one_cycle','lr_find'):
 _FOR_FITS = 'batch','sync_bn','loss','restarts'
 for _name in ('validate','get_preds'):
     OPTIONS.add_method(Learner, _name, _AFTER_INFERENCE, without=_FOR_FITS)
-

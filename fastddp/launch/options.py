@@ -298,13 +298,15 @@ def engine_for(
     launcher = options['launcher']
     why = why_no_workers(nprocs, gpus, launcher)
     if why:
-        names = [k for k in (*_ONLY_WITH_WORKERS,'timeout') if k in asked and k != 'checkpoint']
-        print_line(why + (f" There {'=, '.join(names)}= has no effect." if names else ''))
-        if 'checkpoint' not in asked:
+        writes = 'checkpoint' in asked
+        if writes and not group.has_distributed():
+            raise CantDistribute("checkpoint= needs torch.distributed, which this torch lacks.")
+        idle = 'restarts','timeout',*(() if writes else ('model_factory','dls_factory'))
+        names = '=, '.join(k for k in idle if k in asked)
+        print_line(why + (f" Without workers {names}= has no effect." if names else ''))
+        if not writes:
             yield None
             return
-        if not group.has_distributed():
-            raise CantDistribute("checkpoint= needs torch.distributed, which this torch lacks.")
         launcher,nprocs = InProcess(),None      # the one rank writes it
     if launcher is None: launcher = Local()
     attrs = _attrs_of_block(launcher, options, asked)

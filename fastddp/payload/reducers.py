@@ -105,8 +105,6 @@ def load_untyped(storage, offset, shape, strides, requires_grad, hooks, dtype, *
     t.requires_grad,t._backward_hooks = requires_grad,hooks
     return t
 
-
-
 # %% ../../nbs/payload/090_reducers.ipynb #8e1afd2c
 @reduces(torch.storage.TypedStorage)
 def _(storage, pickler):

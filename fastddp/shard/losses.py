@@ -123,6 +123,7 @@ class Losses:
         "Return the argument `reduction` of `shard.loss.loss_part`"
         if self.option == 'sum': return 'sum'
         return None if self.kind(f) == WEIGHTED else 'mean'
+
     # State
     def needs_watching(self, f, training):
         "Return True if it isn't known yet whether calls of `f` change a state"

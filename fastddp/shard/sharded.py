@@ -6,13 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/shard/301_sharded.ipynb #8d0fdf3a
-import contextlib, functools, numbers, os, zlib
+import contextlib, copyreg, functools, numbers, os, zlib
 from multiprocessing.queues import Queue
-from types import MethodType
+from types import FunctionType, MethodType, ModuleType
 from typing import NamedTuple
 
-import torch
-from fastcore.basics import chunked, store_attr
+import numpy as np, torch
+from fastcore.basics import GetAttr, chunked, store_attr
 from torch._utils import ExceptionWrapper
 
 from ..base import group
@@ -304,17 +304,26 @@ def original(dl):
     "Return the user's loader: the one that `dl` was made from if it is sharded, else `dl`"
     return dl._shard.orig if is_sharded(dl) else dl
 
+# Objects whose insides are no data: a model, code, and fastai's learners, callbacks, loaders
+_NOT_DATA = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
+
 def checksum(tree):
     "Return a number that differs where the tensors and numbers in a tree do"
-    seen = set()        # ids of objects that aren't looked into twice
+    seen = {}       # id -> an object that isn't looked into twice; it keeps the id unique
     def described(o):
         if isinstance(o, torch.Tensor):
             return str(o.dtype), [*o.shape], zlib.crc32(group.bytes_of(o.detach().cpu()).numpy())
-        if hasattr(o, 'tobytes'): return zlib.crc32(o.tobytes())    # arrays, images
-        if id(o) in seen: return None
-        seen.add(id(o))
-        attrs = dict(getattr(o, '__dict__', {}))
-        return type(o).__qualname__, map_tensors(described, attrs, is_object)
+        name = type(o).__qualname__
+        if id(o) in seen or isinstance(o, _NOT_DATA): return name
+        seen[id(o)] = o
+        # the bytes of an array of objects are their addresses
+        if isinstance(o, np.ndarray) and o.dtype.hasobject: held = o.tolist()
+        elif hasattr(o, 'tobytes'): held = zlib.crc32(o.tobytes())      # an image, too
+        elif isinstance(o, dict): held = dict(o)
+        else: held = [*o] if isinstance(o, (list,tuple)) else None
+        slots = {k:getattr(o, k) for k in copyreg._slotnames(type(o)) if hasattr(o, k)}
+        attrs = slots | getattr(o, '__dict__', {})
+        return name, map_tensors(described, [held, attrs], is_object)
     return float(zlib.crc32(repr(map_tensors(described, tree, is_object)).encode()))
 
 _END = object()

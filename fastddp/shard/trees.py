@@ -14,7 +14,7 @@ from cloudpickle import cloudpickle
 from fastcore.foundation import L
 from torch.utils import _pytree
 
-from fastddp.base import group
+from ..base import group
 
 # %% ../../nbs/shard/300_trees.ipynb #04aff733
 _PLAIN = str,bytes,int,float,complex,type(None)

@@ -49,7 +49,7 @@ class _ScaleGradient(torch.autograd.Function):
 
 def joined_nodes(nodes):
     "Return those of a graph's `nodes` at which a rank's own tensors were joined with the others'"
-    return {o for o in nodes if o.name() == '_ScaleGradientBackward'}
+    return {o for o in nodes if isinstance(o, _ScaleGradient._backward_cls)}
 
 _LIST = 'list'
 

@@ -417,7 +417,7 @@ def test_one_process_writes_checkpoints(how, tmp_path, capsys):
     with pytest.raises(Exception, match='on purpose'):
         make(*fault).distrib_fit_one_cycle(3, .05, checkpoint='epoch', restarts=2, **how)
     said = capsys.readouterr().out
-    assert 'training in this process' in said and 'There restarts= has no effect.' in said
+    assert 'training in this process' in said and 'Without workers restarts= has no effect.' in said
     learn = make(*fault)        # which doesn't come again
     learn.distrib_resume('distrib')
     assert history(learn) == history(whole)
