@@ -2,7 +2,6 @@
 and /dev/shm, so that nothing can be shared by accident. Needs root and Linux."""
 import os, subprocess, sys
 from pathlib import Path
-from fastddp.machines.hosts import Hosts
 
 ENTER = Path(__file__).with_name('enter_host.sh')
 
@@ -38,10 +37,6 @@ class TwoHosts:
     def remove(self):
         for o in ('link', 'del', self.here), ('netns', 'del', self.a), ('netns', 'del', self.b):
             subprocess.run(['ip', *o], capture_output=True, timeout=30)
-    def hosts(self, *names, per_node=2, cls=Hosts, **kwargs):
-        "An engine for both hosts, or for those named"
-        names = names or (self.a, self.b)
-        return cls(names, per_node=per_node, command=self.command, **{'start_timeout': 240., **kwargs})
     def _start(self, host, run, env):
         argv = [o for w in self.command.split() for o in (run if w == '{run}' else [w.replace('{host}', host)])]
         return subprocess.Popen([*map(str, argv)], env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)

@@ -107,7 +107,7 @@ def connected(cluster):
 
 
 class WarmRay(Ray):
-    "Agents and workers stay from test to test, until `end`"
+    "Actors and workers stay from test to test, until `end`"
     def __exit__(self, *_): pass
     def end(self): self.leave()
 

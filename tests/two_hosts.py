@@ -1,7 +1,7 @@
 """Two hosts made of network namespaces (namespaces.py) as a fixture of tests. Needs root and Linux."""
 import contextlib, os, shutil, subprocess
 import pytest
-from namespaces import ENTER, Hosts, TwoHosts
+from namespaces import ENTER, TwoHosts
 from traces import nothing_left
 
 
@@ -15,11 +15,11 @@ def net():
         yield hosts
 
 
-# For a whole file of tests that have agents: its module imports all three
+# For a whole file of tests that have actors: its module imports all three
 
 @pytest.fixture(scope='module', autouse=True)
 def leaves_nothing_at_last():
-    "Agents stay from test to test, and have new workers after a failure: what is left is looked at in the end"
+    "Actors stay from test to test, and have new workers after a failure: what is left is looked at in the end"
     with nothing_left(): yield
 
 

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/process/405_worker.ipynb #07c13687
-import array, contextlib, faulthandler, gc, multiprocessing, os, pickle, queue, shutil, signal
-import socket, struct, sys, tempfile, threading, traceback, warnings
+import array, builtins, contextlib, faulthandler, functools, gc, multiprocessing, os, pickle, queue
+import shutil, signal, socket, struct, sys, tempfile, threading, traceback, warnings
 from multiprocessing import connection
 from typing import NamedTuple
 
@@ -37,14 +37,27 @@ from .helper import end_forks_with_parent, end_with_parent
 #
 _NO_CWD = "The notebook's working directory is gone: os.chdir() to one that is there."
 
+class _KnownByName(type):
+    "The class of a category of warnings in whose place only its name is known"
+    def __subclasscheck__(cls, other):
+        return any((o.__module__, o.__qualname__) == (cls.__module__, cls.__qualname__)
+                   for o in other.__mro__)
+
+@functools.cache
+def _category(module, name):
+    "Return what stands for a category of warnings in a filter"
+    if module == 'builtins': return getattr(builtins, name)
+    return _KnownByName(name, (Warning,), dict(__module__=module, __qualname__=name))
+
 class Surroundings(NamedTuple):
     "The state of a process that a function may depend on besides its arguments"
     env:dict        # Environment variables
     cwd:str         # Working directory
     path:list       # `sys.path`
     argv:list       # `sys.argv`
-    # `warnings.filters`, pickled, since they may refer to classes that only `path` makes importable
-    filters:bytes
+    # `warnings.filters`, with the module and the name of each category: to load one's class, a
+    # worker would import the library that has set the filter
+    filters:list
     @classmethod
     def now(cls,
         **env # Environment variables to add or replace
@@ -53,7 +66,8 @@ class Surroundings(NamedTuple):
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
         return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
-                   cloudpickle.dumps(list(warnings.filters)))
+                   [(action, text, (c.__module__, c.__qualname__), module, line)
+                    for action,text,c,module,line in warnings.filters])
     def enter(self):
         "Make them the surroundings of this process; raises an OSError if the folder is gone"
         # Only what differs: threads of NCCL may read the environment, which C can't write meanwhile
@@ -63,7 +77,8 @@ class Surroundings(NamedTuple):
         os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
-        warnings.filters[:] = pickle.loads(self.filters)
+        warnings.filters[:] = [(action, text, _category(*name), module, line)
+                               for action,text,name,module,line in self.filters]
         # Python caches which filter applies where.
         if hasattr(warnings, '_filters_mutated'): warnings._filters_mutated()
 

@@ -6,8 +6,8 @@ from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, alone_like
 from ray_cluster import (Cluster, WarmRay, connected, groups, needs_ray, skip_without_ray, wait_until,
                          wait_until_free)
-from test_hosts import gone
 from test_interrupt import shell_wait, wait_for
+from traces import running
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
 from fastddp.machines import ray as launch_ray
@@ -212,11 +212,18 @@ def test_an_interrupt_while_it_waits(others):
     assert len(groups('CREATED')) == 1
 
 
+def gone(procs, seconds):
+    "Waits until the processes have ended; those that didn't"
+    end = time.monotonic()+seconds
+    while (left := [o for o in procs if running(o)]) and time.monotonic() < end: time.sleep(.05)
+    return left
+
+
 def ours(node):
-    "The agent of ours that a node of the cluster has, and its workers"
+    "The actor of ours that a node of the cluster has, and its workers"
     there = psutil.Process(node.pid).children(recursive=True)
-    agents = [o for o in there if 'fastddp.machines.agent' in ' '.join(o.cmdline())]
-    return [p for o in agents for p in (o, *o.children(recursive=True))]
+    actors = [o for o in there if 'ray::Node' in ' '.join(o.cmdline())]
+    return [p for o in actors for p in (o, *o.children(recursive=True))]
 
 
 @needs_ray
