@@ -1,15 +1,14 @@
-"""What several machines cost, on two hosts made of network namespaces on this one (tests/namespaces.py; needs root).
+"""What several machines cost, on a Ray cluster of this machine and one made of a network namespace (tests/ray_cluster.py;
+needs root and Ray).
 
-`call`: seconds from the call of a fit to the end of rank 0's first step, in a block whose agents and workers run,
+`call`: seconds from the call of a fit to the end of rank 0's first step, in a block whose actors and workers run,
 against the same in a block on this machine, by as many ranks, in turns. The data is small (128 KB); what more of it
 adds is in `bytes`. Budget: 0.5 s and the shipping.
 
-`bytes`: what a fit of one step sends for S bytes of data, to 2 x 2 ranks. The agents of `Hosts` talk over the pipes of
-a command, here `ip netns exec`, which is no network; with ssh it would be one. Counted is therefore what the notebook
-writes into each agent's pipe, in multiples of S. Budget: 1.05 per machine. The cards between the hosts carry what the
-ranks say to each other (weights at the start, gradients), whatever S is: the MB that each received are beside it.
+`bytes`: what a fit of one step sends for S bytes of data, to 2 x 2 ranks: the bytes that the other machine's card
+receives, in multiples of S, what the ranks say to each other (weights at the start, gradients) among them. Budget: 1.05.
 
-`steps`: seconds per training step against a hand-written DDP script under `torchrun --nnodes 2` on the same hosts
+`steps`: seconds per training step against a hand-written DDP script under `torchrun --nnodes 2` on two namespaces
 (cases, clock and script: throughput.py), one thread per rank. Goal: 0.97 of the script's steps per second. "Kept" is
 the script with its memory kept from step to step, as our workers keep theirs. In `mlp` fastai's own Python per step
 dominates; as many ranks without another host say whether the hosts have a part in it. Both hosts share the cores of
@@ -39,6 +38,7 @@ import model, throughput
 from common import arguments, learner, save, show, summary, take_turns
 from launch import Clock, quiet
 from namespaces import TwoHosts, ip
+from ray_cluster import Cluster, connected
 
 MACHINES, GBITS, GPUS = (2, 4, 8, 16, 32, 64), (1, 10, 25, 100, 400), 8
 LIMITS = None, 10, 1    # Gbit/s; None: the link as it is
@@ -53,9 +53,9 @@ def in_block(stack, learn, launcher, nprocs):
 
 
 @contextlib.contextmanager
-def engine(net, per_node):
-    "`Hosts` on the CPU, whose agents and workers run"
-    with net.hosts(per_node=per_node, threads=1) as hosts:
+def engine(per_node):
+    "`Ray` on the CPU, whose actors and workers run"
+    with Ray(per_node=per_node, threads=1, start_timeout=240.) as hosts:
         hosts.place(gpus=[])
         with contextlib.ExitStack() as stack: in_block(stack, quiet(), hosts, 2*per_node).fit(1)
         yield hosts
@@ -84,24 +84,9 @@ def call(hosts, n, turns):
 
 # Bytes
 
-class Counted:
-    "What writes to a stream, and the bytes that it was given"
-    def __init__(self, write): self.write, self.n = write, 0
-    def __call__(self, data):
-        self.n += len(data)
-        self.write(data)
-
-
-def counted(machine):
-    "The way to an agent, counted from now on"
-    stream = machine.stream
-    stream._write = res = Counted(stream._write)
-    return res
-
-
-def received(net, host):
-    "Bytes that the card between the hosts has received"
-    card, = json.loads(ip('-n', host, '-s', '-j', 'link', 'show', 'eth0'))
+def received(net):
+    "Bytes that the other machine's card has received"
+    card, = json.loads(ip('-n', net.b, '-s', '-j', 'link', 'show', 'eth1'))
     return card['stats64']['rx']['bytes']
 
 
@@ -112,22 +97,18 @@ def of_size(megabytes, n):
 
 
 def bytes_of(net, hosts, n, sizes):
-    ways, rows = [counted(o) for o in hosts.machines], []
-    def now(): return [o.n for o in ways], [received(net, o) for o in (net.a, net.b)]
-    def since(then): return [[round(b-a) for a, b in zip(*o)] for o in zip(then, now())]
+    rows = []
     for mb in sizes:
         with contextlib.ExitStack() as stack:
             learn = in_block(stack, of_size(mb, n), hosts, n)
             for which in 'first fit', 'again in the block':
-                then, secs = now(), to_first_step(learn)
-                (a, b), (card_a, card_b) = since(then)
-                rows.append(dict(case=f'{mb} MB, {which}', to_a=round(a/(mb<<20), 4), to_b=round(b/(mb<<20), 4),
-                                 card_a_mb=round(card_a/1e6, 2), card_b_mb=round(card_b/1e6, 2),
+                then, secs = received(net), to_first_step(learn)
+                rows.append(dict(case=f'{mb} MB, {which}', received=round((received(net)-then)/(mb<<20), 4),
                                  seconds_to_first_step=round(secs, 3)))
-    show(f'Bytes to each machine over those of the data, and received by its card, {n} ranks', rows)
+    show(f"Bytes that the other machine's card received over those of the data, {n} ranks", rows)
     last = [o['seconds_to_first_step'] for o in rows[1::2]]     # shared memory is there by then
-    per_byte = (last[-1]-last[0])/((sizes[-1]-sizes[0])<<20)/len(ways)
-    most = max(max(o['to_a'], o['to_b']) for o in rows)
+    per_byte = (last[-1]-last[0])/((sizes[-1]-sizes[0])<<20)/len(hosts.machines)
+    most = max(o['received'] for o in rows)
     return dict(rows=rows, ratios={'most, per machine': most, 'seconds per GB and machine': round(per_byte*1e9, 3)})
 
 
@@ -161,11 +142,13 @@ def timed(ctx, sizes): return model.timed(sizes), model.meetings()
 @contextlib.contextmanager
 def held_to(net, gbit):
     "Inside, no more than so many Gbit/s go from each host to the other"
-    def tc(host, *args): ip('netns', 'exec', host, 'tc', 'qdisc', *args)
+    def tc(do, card, *args): subprocess.run(['tc', *inside[card], 'qdisc', do, 'dev', card, 'root', *args], check=True,
+                                            capture_output=True, text=True, timeout=30)
+    inside = {net.here: [], 'eth1': ['-n', net.b]}
     with contextlib.ExitStack() as undo:
-        for o in (net.a, net.b) if gbit else ():
-            tc(o, 'add', 'dev', 'eth0', 'root', 'tbf', 'rate', f'{gbit}gbit', 'burst', str(BURST), 'latency', '50ms')
-            undo.callback(tc, o, 'del', 'dev', 'eth0', 'root')
+        for card in inside if gbit else ():
+            tc('add', card, 'tbf', 'rate', f'{gbit}gbit', 'burst', str(BURST), 'latency', '50ms')
+            undo.callback(tc, 'del', card)
         yield
 
 
@@ -221,17 +204,17 @@ def _predict(n, rate, name, known):
 def measured(net, args):
     "All parts, as they are saved"
     names, turns, sizes = args.cases.split(','), args.repeats, (64, 256)
-    if args.small: names, turns, sizes = names[-1:], 1, (4, 8)
+    if args.small: names, turns, sizes = names[-1:], 1, (8, 32)
     def of_ranks(hosts, per_node):
         if per_node != args.per_node: return {}
         return dict(call=call(hosts, 2*per_node, 5*turns),
                     steps={o: steps(net, hosts, o, per_node, turns) for o in names})
-    with engine(net, 1) as hosts:
+    with engine(1) as hosts:
         rows, fits = links(net, hosts, args.small)
         res = dict(links=dict(rows=rows)) | of_ranks(hosts, 1)
         if args.small: res['bytes'] = bytes_of(net, hosts, 2, sizes)
     if not args.small:
-        with engine(net, 2) as hosts: res |= of_ranks(hosts, 2) | dict(bytes=bytes_of(net, hosts, 4, sizes))
+        with engine(2) as hosts: res |= of_ranks(hosts, 2) | dict(bytes=bytes_of(net, hosts, 4, sizes))
     return res | dict(predicted=predicted(fits, res))
 
 
@@ -240,6 +223,10 @@ def main():
     with contextlib.ExitStack() as stack:
         try: net = stack.enter_context(TwoHosts())
         except (OSError, subprocess.CalledProcessError) as e: return print(f'no network namespaces here: {e}')
+        cluster = Cluster(net)
+        stack.callback(cluster.stop)
+        cluster.start()
+        stack.enter_context(connected(cluster))
         res = measured(net, args)
     if not args.small: save('machines', args.machine, unit='see the columns', per_node=args.per_node, **res)
 

@@ -26,13 +26,13 @@ else: from fastddp.fastai2 import bench, check, learner
 Learner = learner.Learner
 
 # %% ../nbs/905_all.ipynb #88189402
-_OF_MACHINES = dict(Hosts='fastddp.machines.hosts', Ray='fastddp.machines.ray')
+_OF_MACHINES = 'Hosts','Ray'
 
 def __getattr__(name):
-    "`Hosts` or `Ray`, whose module is imported when it is asked for"
+    "`Ray`, and `Hosts` that says so, whose module is imported when it is asked for"
     if name not in _OF_MACHINES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_OF_MACHINES[name]), name)
+    return getattr(importlib.import_module('fastddp.machines.ray'), name)
 
 __all__ = ['CantDistribute','GroupTimeout','NotPicklable','RankDied','RankRaised','WorkerError','InProcess','Local',
            'TorchDDPCtx','Learner','doctor','global_imports','import_star','in_torchddp','ranch','spawn']

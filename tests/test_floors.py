@@ -30,7 +30,7 @@ KEEPS_OUT = {'base': ('fastai', 'multiprocessing', 'torch.distributed'),
              'payload': ('fastai', 'multiprocessing', 'torch.distributed'),
              'output': ('fastai', 'torch'), 'shard': ('fastai', 'torch.distributed'),
              'process': ('fastai', 'torch.distributed'), 'launch': ('fastai', 'torch.distributed'),
-             'machines': ('fastai', 'torch.distributed'), 'machines.meeting': ('fastai',),
+             'machines': ('fastai', 'torch.distributed'), 'machines.node': ('fastai',),
              'cluster': ('fastai', 'torch.distributed'), 'fastai2': ('fastai.distributed', 'torch.distributed'),
              'fastai1': ('fastai.distributed', 'torch.distributed', 'fastai.learner', 'fastai.data',
                          'fastai.torch_basics'),
@@ -145,7 +145,7 @@ def test_notebooks_mirror_the_folders():
 
 
 HOUSE = {'base.errors': '00', 'base.group': '02', 'payload.pickling': '11', 'process.helper': '44', 'process.workers':
-         '45', 'shard.sharded': '30', 'launch.local': '53', 'machines.hosts': '60', 'fastai2.session': '84',
+         '45', 'shard.sharded': '30', 'launch.local': '53', 'machines.ray': '60', 'fastai2.session': '84',
          'fastai2.learner': '86', 'fastai1.learner': '96'}
 
 BAD = {
@@ -159,9 +159,9 @@ BAD = {
     ('process.workers', 'import torch.distributed as dist'): 'process.workers imports torch.distributed',
     ('process.workers', 'from torch import distributed'): 'process.workers imports torch.distributed',
     ('launch.local', 'import torch\ntorch.distributed.barrier()'): 'launch.local imports torch.distributed',
-    ('launch.local', 'from ..machines import hosts'): 'launch.local imports machines.hosts',
-    ('fastai2.session', 'def f(): from ..machines.hosts import Hosts'): 'fastai2.session imports machines.hosts',
-    ('machines.hosts', 'from ..fastai2.session import x'): 'machines.hosts imports fastai2.session',
+    ('launch.local', 'from ..machines import ray'): 'launch.local imports machines.ray',
+    ('fastai2.session', 'def f(): from ..machines.ray import Ray'): 'fastai2.session imports machines.ray',
+    ('machines.ray', 'from ..fastai2.session import x'): 'machines.ray imports fastai2.session',
     ('fastai1.learner', 'from ..fastai2.session import x'): 'fastai1.learner imports fastai2.session',
     ('fastai2.session', 'from ..fastai1 import learner'): 'fastai2.session imports fastai1.learner',
     ('fastai1.learner', 'from fastai.learner import Learner'): 'fastai1.learner imports fastai.learner',

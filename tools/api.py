@@ -99,5 +99,5 @@ def pages():
              'Magics\n\n`%load_ext fastddp`; see [Cells on all GPUs](../../nbs/tutorials/dip.ipynb).']
     parts = [learner(), named('fastddp.ranch', ['ranch', 'in_torchddp', 'TorchDDPCtx', 'spawn', 'global_imports',
                                                 'import_star']),
-             named('fastddp.all', ['Local', 'InProcess', 'Hosts', 'Ray']), errors(), magics()]
+             named('fastddp.all', ['Local', 'InProcess', 'Ray']), errors(), magics()]
     return {page: f'# {head}\n\n' + '\n\n'.join(part) + '\n' for page, head, part in zip(PAGES, heads, parts)}

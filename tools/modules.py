@@ -46,7 +46,7 @@ TESTS = {
     'launch/options': 'test_mistakes.py', 'launch/session': 'comes_back/test_comes_back.py',
     'launch/training': 'test_scripts.py', 'launch/unsent': 'comes_back/test_around_a_fit.py',
     'launch/functions': 'launch/test_ranch.py', 'launch/caller': 'launch/test_caller.py',
-    'machines': 'machines/test_hosts.py', 'machines/ray': 'machines/test_ray.py',
+    'machines': 'machines/test_ray.py',
     'cluster': 'cluster/test_magics.py',
     'fastai2': 'same_answer/test_parity.py',
     'fastai2/loaders': 'shard/test_data.py', 'fastai2/together': 'same_answer/test_decisions.py',

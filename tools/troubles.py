@@ -130,7 +130,7 @@ PAGE = {
         "Something ended the process without an exception."),
     'machine or link lost': (
         "RankDied: rank 2 on gpu2 died: the connection ended",
-        "Another machine, its agent, or the network between the machines failed."),
+        "Another machine, its actor, or the network between the machines failed."),
     'no step': (
         "GroupTimeout: no step for 1800 s: all workers are waiting for rank 1 (epoch 3, batch 17)",
         "One rank makes no progress, and the others wait for it. The stacks below the message show where.")}

@@ -23,7 +23,7 @@ from .scoped import ipython_shell
 #                                  'not permitted')
 #   CantDistribute, NotPicklable   refusals, nearly all before anything starts
 #   RankRaised, RankDied,          failures of workers, all `WorkerError`s: made in the notebook, by
-#   GroupTimeout                   `launch.monitor` (and by `machines.hosts` for a lost machine)
+#   GroupTimeout                   `launch.monitor` (and by `machines.ray` for a lost machine)
 #   shorten_traceback              for exceptions that aren't ours
 #
 # If an exception has a method `_render_traceback_`, IPython shows the lines that it returns.
@@ -237,6 +237,11 @@ class CantDistribute(ValueError):
         frames = [(f.filename, f.lineno, f.name) for f in traceback.extract_tb(self.__traceback__)]
         message = f"{type(self).__name__}: {self}"
         return [*user_lines(frames, around=0), *wrapped(message.splitlines())]
+
+# what used to run on several machines
+HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. `pip install 'fastddp[ray]'` "
+                 "on each, `ray start --head` on this one, `ray start --address=` with the address "
+                 "that it prints on the others, and launcher=Ray().")
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
 # Classes of the standard library, and how a worker opens what the notebook has opened

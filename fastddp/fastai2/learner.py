@@ -163,7 +163,7 @@ def distrib(self:Learner,
 def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
-    launcher=None # With `file`: the fit's `Hosts(...)` or `Ray(...)`, which is not in it
+    launcher=None # With `file`: the fit's `Ray(...)`, which is not in it
 ):
     """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
     epoch.

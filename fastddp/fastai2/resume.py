@@ -16,7 +16,7 @@ from fastcore.basics import store_attr
 from fastcore.foundation import L
 import numpy as np, torch
 
-from ..base.errors import CantDistribute
+from ..base.errors import HOSTS_ARE_RAY, CantDistribute
 from ..base.scoped import with_context
 from ..output.replay import print_line
 from .events import OurCallback
@@ -345,6 +345,7 @@ def call_from_file(learn, file,
     launcher_class = saved['launcher_class']
     if launcher is not None: user_call.options['launcher'] = launcher
     # a block, if there is one, has its own launcher
+    elif launcher_class == 'Hosts': raise CantDistribute(HOSTS_ARE_RAY)
     elif launcher_class and 'distrib_session' not in vars(learn):
         raise CantDistribute(f"This fit ran with launcher={launcher_class}(...), which is not in "
                              "the file: pass launcher= again.")

@@ -175,7 +175,7 @@ class Monitor:
         if self.interrupts.count > 1 or is_stuck: raise KeyboardInterrupt
     def _ask_to_stop(self):
         """Ask all ranks to stop, once. This goes through the pipe: the thread that reads it also
-        interrupts code that never looks at the board (`ranch`, cells), and agents pass messages on
+        interrupts code that never looks at the board (`ranch`, cells), and actors pass messages on
         """
         if self.stop_asked_at is not None: return
         self.stop_asked_at = monotonic()

@@ -15,7 +15,7 @@ from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
-from ..base.errors import CantDistribute, RankDied, RankRaised
+from ..base.errors import HOSTS_ARE_RAY, CantDistribute, RankDied, RankRaised
 from ..base.failure import has_secret, is_echo, is_user_file
 from ..base.scoped import allow_interrupts, environment
 from ..launch.rank import RankSpec
@@ -284,6 +284,12 @@ _CHECKS = dict(
     gpus=_AMOUNT, cpus=_AMOUNT, wait=_AMOUNT)
 
 _GPUS_OF_ONE = "gpus= chooses those of one machine; per_node= says how many of each take part."
+_ADDRESS_OF_RAY = ("Ranks use the network in which Ray has its address of the machine: "
+                   "`ray start --node-ip-address=` chooses it.")
+
+def Hosts(*args, **kwargs):
+    "Raises `CantDistribute`: several machines are a Ray cluster, see `Ray`"
+    raise CantDistribute(HOSTS_ARE_RAY)
 
 class Ray(WorkerLauncher):
     """Run jobs on the machines of a Ray cluster; a context manager in which actors and workers
@@ -305,6 +311,7 @@ class Ray(WorkerLauncher):
         **kwargs # As for `Local`, but `gpus`
     ):
         check_all(locals(), _CHECKS)
+        if 'interface' in kwargs: raise CantDistribute(_ADDRESS_OF_RAY)
         _refuse_client(address)
         super().__init__(**kwargs)
         store_attr('nodes,per_node,runtime_env,start_timeout,link_timeout,env')

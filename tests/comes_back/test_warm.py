@@ -6,7 +6,7 @@ from fastai.callback.core import Callback
 from fastddp.all import RankRaised
 from fastddp.launch.local import Local
 from fastddp.launch.engine import Job
-from fastddp.machines import agent
+from fastddp.machines import ray
 from fastddp.payload import patches
 from learners import make_learner
 from traces import children
@@ -181,7 +181,7 @@ def test_what_did_not_change_is_the_same_object(what, held):
     assert after[what] is before[what]
 
 
-@pytest.mark.parametrize('walk', [lambda: patches._namespaces(patches._selectors()), agent.own_modules],
+@pytest.mark.parametrize('walk', [lambda: patches._namespaces(patches._selectors()), ray.own_modules],
                          ids=['patches', 'files'])
 def test_modules_may_be_imported_meanwhile(walk):
     "By a thread, or by what a collection of garbage runs"
