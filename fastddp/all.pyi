@@ -18,7 +18,7 @@ from fastddp.launch.functions import import_star as import_star
 from fastddp.launch.functions import in_torchddp as in_torchddp
 from fastddp.launch.functions import ranch as ranch
 from fastddp.launch.functions import spawn as spawn
-from fastddp.machines.hosts import Hosts as Hosts
+from fastddp.machines.ray import Hosts as Hosts
 from fastddp.machines.ray import Ray as Ray
 
 __all__ = ['CantDistribute', 'GroupTimeout', 'NotPicklable', 'RankDied', 'RankRaised', 'WorkerError', 'InProcess', 'Local', 'TorchDDPCtx', 'Learner', 'doctor', 'global_imports', 'import_star', 'in_torchddp', 'ranch', 'spawn', 'Hosts', 'Ray']

@@ -66,7 +66,11 @@ class Cluster:
         "`other`: what only the other one has"
         inside = ['ip', 'netns', 'exec', self.net.b, 'unshare', '-m', 'sh', ENTER, sys.executable]
         self._add([sys.executable], self.head, os.environ, self.has)
-        self._add(inside, self.other, os.environ, self.has | other)
+        self._start_other = lambda: self._add(inside, self.other, os.environ, self.has | other)
+        self._start_other()
+    def replace_other(self):
+        end_node(self.nodes.pop())
+        self._start_other()
     def add_without_fastddp(self, **has):
         "A third one, at another address of this machine"
         own = f'{self.net.net}.131'
@@ -130,3 +134,25 @@ def wait_until_free(**has):
     import ray
     wait_until(lambda: {k: ray.available_resources().get(k) for k in has} == has)
     wait_until(lambda: not groups('PENDING', 'CREATED', 'RESCHEDULING'))
+
+
+def gone(procs, seconds):
+    "Waits until the processes have ended; those that didn't"
+    end = time.monotonic()+seconds
+    while (left := [o for o in procs if running(o)]) and time.monotonic() < end: time.sleep(.05)
+    return left
+
+
+def ours(node):
+    "The actor of ours that a node of the cluster has, and its workers"
+    there = psutil.Process(node.pid).children(recursive=True)
+    actors = [o for o in there if 'ray::Node' in ' '.join(o.cmdline())]
+    return [p for o in actors for p in (o, *o.children(recursive=True))]
+
+
+@pytest.fixture
+def shared():
+    "A folder that all machines see, which have a /tmp of their own"
+    path = Path(tempfile.mkdtemp(dir='/var/tmp'))
+    yield path
+    shutil.rmtree(path)

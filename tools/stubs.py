@@ -54,7 +54,7 @@ def imports():
     import fastddp.all as words
     for name in words.__all__:
         if name == 'Learner': continue
-        module = words._OF_MACHINES.get(name) or getattr(words, name).__module__
+        module = getattr(words, name).__module__
         yield f'from {module} import {name} as {name}'
 
 

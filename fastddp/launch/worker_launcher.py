@@ -39,7 +39,7 @@ class WorkerLauncher(Launcher):
                                 __exit__: at the end of the outermost block, `leave` and so `close`
 
     A subclass defines `submit`, which sets `workers`: those of this machine (`Local`) or of several
-    (`Machines`).
+    (`Ray`).
 
     `run`, `prepare` and `leave` may be called by any thread, and take turns (`_exclusive`). What
     may differ between two jobs:

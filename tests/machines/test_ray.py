@@ -1,17 +1,22 @@
-"""Ray's machines: a head on this one and a node in a network namespace, two ranks on each."""
-import builtins, os, re, shutil, signal, subprocess, sys, tempfile, threading, time
+"""Ray's machines: a head on this one and a node in a network namespace, two ranks on each. What holds on one machine
+holds there; what becomes of a lost one: test_ray_losses.py."""
+import builtins, json, os, re, signal, subprocess, sys, threading, time, warnings
 from pathlib import Path
 import psutil, pytest, torch
+from fastai.callback.progress import CSVLogger
+from fastai.callback.tracker import SaveModelCallback
+from fastai.metrics import accuracy
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, alone_like
-from ray_cluster import (Cluster, WarmRay, connected, groups, needs_ray, skip_without_ray, wait_until,
-                         wait_until_free)
-from test_interrupt import shell_wait, wait_for
-from traces import running
+from ray_cluster import (Cluster, WarmRay, connected, gone, groups, needs_ray, ours, shared, skip_without_ray,
+                         wait_until, wait_until_free)
+from test_interrupt import AfterThat, number, wait_for
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
-from fastddp.all import CantDistribute, RankDied, RankRaised, Ray
-from fastddp.machines import ray as launch_ray
+from fastddp.all import CantDistribute, GroupTimeout, Local, RankDied, RankRaised, Ray
+from fastddp.base import board, group
 from fastddp.launch.engine import Job
+from fastddp.machines import ray as launch_ray
+from fastddp.process import helper
 from fastddp.process.helper import sweep
 
 pytestmark = pytest.mark.timeout(600)
@@ -53,13 +58,24 @@ def test_fastddp_does_not_import_ray():
     subprocess.run([sys.executable, '-c', code], check=True, timeout=200)
 
 
+def has_ray(ctx, obj): return 'ray' in sys.modules
+
+
+@skip_without_ray
+def test_workers_of_a_notebook_that_has_imported_ray_do_not():
+    "Ray's filters of warnings have classes of its own"
+    import ray
+    assert [o for o in warnings.filters if o[2].__module__.startswith('ray')]
+    with Local(gpus=[]) as local: assert local.run(Job.of(has_ray, None), 2).results == [False, False]
+
+
 # With one
 
 @pytest.fixture(scope='module')
 def cluster(net, leaves_nothing_at_last):
     cluster = Cluster(net)
     try:
-        cluster.start()
+        cluster.start(resources=dict(there=1))
         with connected(cluster): yield cluster
     finally: cluster.stop()
 
@@ -107,24 +123,137 @@ def test_a_job(machines):
 
 
 def where(ctx, obj):
-    return os.environ['LOCAL_RANK'], os.readlink('/proc/self/ns/net'), float(obj.sum())
+    return {o: os.environ.get(o) for o in ('RANK','LOCAL_RANK','LOCAL_WORLD_SIZE','MINE')} | dict(
+        local=ctx.local_rank, cwd=os.getcwd(), net=os.readlink('/proc/self/ns/net'), total=float(obj.sum()),
+        path=os.environ['PATH'])
 
 
 @needs_ray
-def test_much_data(machines):
-    "More than one piece, to two ranks at home and two on the other machine"
+def test_ranks_know_where_they_are(machines, monkeypatch):
+    "Two at home and two on the other machine, with much data; folder and variables are the notebook's"
+    monkeypatch.setenv('MINE', 'yes')
+    monkeypatch.chdir('/')
     res = machines.run(Job.of(where, torch.ones(10_000_000)), 4).results
-    nets = [o[1] for o in res]
-    assert [o[0] for o in res] == list('0101') and {o[2] for o in res} == {1e7}
+    assert [o['RANK'] for o in res] == list('0123') and [o['LOCAL_RANK'] for o in res] == list('0101')
+    assert [o['local'] for o in res] == [0, 1, 0, 1]
+    assert {(o['LOCAL_WORLD_SIZE'], o['MINE'], o['cwd'], o['total']) for o in res} == {('2', 'yes', '/', 1e7)}
+    nets = [o['net'] for o in res]
     assert nets[0] == nets[1] == os.readlink('/proc/self/ns/net') != nets[2] == nets[3]
 
 
-@pytest.fixture
-def shared():
-    "A folder that both machines see, which have a /tmp of their own"
-    path = Path(tempfile.mkdtemp(dir='/var/tmp'))
-    yield path
-    shutil.rmtree(path)
+def at_the_board(ctx, _):
+    b = board.group_board()
+    return [*b.on_host], b.between_hosts is not None, [row[:2] for row in b.meet([ctx.rank, .5])]
+
+
+@needs_ray
+@pytest.mark.full
+def test_the_ranks_meet_over_one_page_per_machine_and_one_exchange(machines):
+    ranks = machines.run(Job.of(at_the_board, None), 4).results
+    assert [here for here, *_ in ranks] == [[0, 1]]*2 + [[2, 3]]*2
+    assert [leads for _, leads, _ in ranks] == [True, False, True, False]
+    assert all(said == [(r, .5) for r in range(4)] for *_, said in ranks)
+
+
+def secrets_here(ctx, obj): return {k: os.environ.get(k) for k in ('MY_API_KEY', 'DB', 'HF_TOKEN')}
+
+
+@needs_ray
+def test_secrets_stay_on_the_notebooks_machine(machines, monkeypatch):
+    "Apart from those that are named"
+    secrets = dict(MY_API_KEY='a', DB='postgres://me:b@host', HF_TOKEN='c')
+    for k, v in secrets.items(): monkeypatch.setenv(k, v)
+    machines.place(4)
+    for m in machines.machines: monkeypatch.setattr(m, 'secrets', ['HF_TOKEN'])
+    found = machines.run(Job.of(secrets_here, None), 4).results
+    assert found == [secrets]*2 + [dict(MY_API_KEY=None, DB=None, HF_TOKEN='c')]*2
+
+
+def listening(ctx, obj):
+    return {o.laddr.ip for o in psutil.Process().net_connections('tcp') if o.status == psutil.CONN_LISTEN}
+
+
+@needs_ray
+def test_ranks_listen_at_rays_address_only(machines, cluster):
+    "And so does the store at which they meet, in the first machine's actor, whose other ports are Ray's"
+    found = machines.run(Job.of(listening, None), 4).results
+    assert set().union(*found[:2]) == {cluster.head} and set().union(*found[2:]) == {cluster.other}
+    _, port = machines._rendezvous.rsplit(':', 1)
+    actor = ours(cluster.nodes[0])[0]
+    assert [o.laddr.ip for o in actor.net_connections('tcp') if o.status == psutil.CONN_LISTEN
+            and o.laddr.port == int(port)] == [cluster.head]
+
+
+def call_it(ctx, fn): return fn(21), os.getcwd()
+
+
+@needs_ray
+def test_modules_of_ones_own_go_along(machines, tmp_path, monkeypatch):
+    "From a folder that the other machine doesn't have, whose ranks work in one of their own; an edit in a block counts"
+    file = tmp_path/'my_own_words.py'
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
+    file.write_text('def double(x): return 2*x')
+    from my_own_words import double
+    try: res = machines.run(Job.of(call_it, double), 4).results
+    finally: del sys.modules['my_own_words']
+    assert [o[0] for o in res] == [42]*4 and [o[1] == str(tmp_path) for o in res] == [True, True, False, False]
+
+
+class Says(Slow):
+    "A callback that prints while it trains"
+    def before_epoch(self): print(f'epoch {self.epoch} of {os.environ["RANK"]}')
+
+
+@needs_ray
+def test_live_output(machines, shared, capsys):
+    learner(cbs=[Says(0, shared)]).distrib_fit(2, nprocs=4, launcher=machines)
+    said = capsys.readouterr().out
+    assert 'epoch 0 of 0\nepoch 1 of 0' in said and 'of 3' not in said
+
+
+@needs_ray
+@pytest.mark.full
+def test_lr_find(machines, tmp_path):
+    learn = learner(train=200)
+    one = alone_like(learn, 4)
+    for o in learn, one: o.path, o.found = tmp_path, []
+    seed(1)
+    a = learn.distrib_lr_find(num_it=20, show_plot=False, nprocs=4, launcher=machines)
+    seed(1)
+    assert a.valley == pytest.approx(one.lr_find(num_it=20, show_plot=False).valley)
+
+
+@needs_ray
+def test_stop_and_resume(machines, shared):
+    "Ctrl-C stops all four ranks after the same batch, and the fit goes on"
+    learn = learner(train=160, cbs=[Slow(.02, shared)])
+    AfterThat(shared/'done3', 12)
+    with pytest.raises(KeyboardInterrupt): learn.distrib_fit(3, nprocs=4, launcher=machines)
+    assert len({number(shared/f'done{r}') for r in range(4)}) == 1
+    assert 12 <= len(learn.recorder.lrs) < 30
+    learn.distrib_resume()
+    assert len(learn.recorder.values) == 3
+
+
+@needs_ray
+@pytest.mark.full
+def test_files_that_a_machine_does_not_have(machines, cluster, tmp_path, shared):
+    "The items of the loaders name them; each machine has a /tmp of its own"
+    for folder in tmp_path, shared: (folder/'a.pt').touch()
+    learn = learner()
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, shared/'a.pt')
+    learn.distrib_fit(1, nprocs=4, launcher=machines)
+    learn.dls.train.dataset = Named(learn.dls.train.dataset, tmp_path/'a.pt')
+    with pytest.raises(CantDistribute, match=f"^{cluster.other} doesn't have {tmp_path}/a.pt"):
+        learn.distrib_fit(1, nprocs=4, launcher=machines)
+
+
+class Named(list):
+    "A data set with `items`, as fastai's have"
+    def __init__(self, data, path):
+        super().__init__(data)
+        self.items = [(path, 'cat')]*len(data)
 
 
 def faulty(what, rank, folder):
@@ -138,6 +267,96 @@ def test_a_rank_raises(machines, shared):
     with pytest.raises(RankRaised) as caught: learn.distrib_fit(3, nprocs=4, launcher=machines)
     assert caught.value.rank == 3 and 'wrong on purpose' in str(caught.value) and 'faults.py' in str(caught.value)
     assert len(learn.recorder.values) == 1
+
+
+@needs_ray
+@pytest.mark.full
+def test_a_rank_dies(machines, cluster, shared):
+    "The error names the machine, the last complete epoch is kept, the next fit works"
+    learn = faulty('SIGKILL', 2, shared)
+    with pytest.raises(RankDied) as caught: learn.distrib_fit(3, nprocs=4, launcher=machines)
+    assert f'rank 2 on {cluster.other} died: killed by SIGKILL (epoch 1, batch 1)' in str(caught.value)
+    assert len(learn.recorder.values) == 1 and 'the end of epoch 0' in str(caught.value)
+    assert_same(*fit_both(learner(), 4, machines, 1))
+
+
+@needs_ray
+@pytest.mark.full
+def test_a_restart_goes_on(machines, shared, capsys):
+    learn = faulty('SIGKILL', 1, shared)
+    learn.distrib_fit(3, nprocs=4, launcher=machines, restarts=1)
+    assert 'Going on with epoch 1' in capsys.readouterr().out and len(learn.recorder.values) == 3
+
+
+@needs_ray
+@pytest.mark.full
+def test_a_rank_hangs(machines, shared):
+    "Heartbeats and stacks come by calls"
+    learn, machines.timeout = faulty('SIGSTOP', 3, shared), 20.
+    try:
+        with pytest.raises(GroupTimeout) as caught: learn.distrib_fit(3, nprocs=4, launcher=machines)
+    finally: machines.timeout = None
+    assert caught.value.rank == 3 and 'does not react' in str(caught.value)
+    assert re.search(r'Rank 0, epoch 1, batch 1:\n  (\.\.\.|File)', str(caught.value))
+
+
+def connects(ctx, obj):
+    if ctx.rank == 3: raise ConnectionResetError(104, 'Connection reset by peer')
+    group.all_sum([1.])
+
+
+@needs_ray
+@pytest.mark.full
+def test_a_connection_of_ones_own(machines):
+    "It broke on one rank, and is not the network between the machines"
+    with pytest.raises(RankRaised, match='rank 3 raised ConnectionResetError'): machines.run(Job.of(connects, None), 4)
+
+
+@needs_ray
+@pytest.mark.full
+def test_another_version(machines, cluster, monkeypatch):
+    "Another clone with the same version, and a line more"
+    machines.end()
+    monkeypatch.setattr(launch_ray, 'versions', lambda: dict(fastddp='1.0+00000000'))
+    with pytest.raises(CantDistribute) as caught: machines.place(4)
+    lines = str(caught.value).splitlines()
+    assert [o.split(':')[0] for o in lines] == ['localhost', cluster.other]
+    assert all(re.search(r'has fastddp [^ ]+\+\w{8}, the notebook 1.0\+0{8}; they have to be the same', o) for o in lines)
+
+
+@needs_ray
+@pytest.mark.full
+def test_ctrl_c_while_workers_start(cluster, shared, monkeypatch):
+    "The helper process there imports a module that takes for ever"
+    slow = f"import time\nopen('{shared}/begun', 'w').write('1')\ntime.sleep(1000)"
+    (shared/'slow_to_import.py').write_text(slow)
+    monkeypatch.syspath_prepend(str(shared))
+    monkeypatch.setattr(helper, '_preload', [*helper._preload, 'slow_to_import'])
+    wait_until_free(CPU=4)
+    with Ray(per_node=2, start_timeout=240.) as launcher:
+        launcher.place()
+        actors = ours(cluster.nodes[0])[:1] + ours(cluster.nodes[1])[:1]
+        AfterThat(shared/'begun')
+        with pytest.raises(KeyboardInterrupt): launcher.run(Job.of(where, torch.ones(1)), 4)
+        assert len(actors) == 2 and gone(actors, 20) == []
+    wait_until_free(CPU=4)
+
+
+@needs_ray
+def test_files_of_a_fit_come_home(machines, cluster, tmp_path):
+    "The notebook's machine hasn't what is asked for, so rank 0 is on the other one, which has a /tmp of its own"
+    machines.end()
+    wait_until_free(CPU=4)
+    learn = learner(path=tmp_path, model_dir='best', metrics=[accuracy])
+    learn.logger = print
+    (tmp_path/'mine.csv').write_text('as before')
+    learn.distrib_fit(2, launcher=Ray(nodes=1, per_node=2, resources=dict(there=1), start_timeout=240.),
+                      cbs=[SaveModelCallback(every_epoch=True), CSVLogger()])
+    assert sorted(o.name for o in (tmp_path/'best').iterdir()) == ['model_0.pth', 'model_1.pth']
+    assert len((tmp_path/'history.csv').read_text().splitlines()) == 3
+    assert (tmp_path/'mine.csv').read_text() == 'as before'
+    weights = [p.tolist() for p in learn.model.parameters()]
+    assert [p.tolist() for p in learn.load('model_1').model.parameters()] == weights
 
 
 @needs_ray
@@ -212,20 +431,6 @@ def test_an_interrupt_while_it_waits(others):
     assert len(groups('CREATED')) == 1
 
 
-def gone(procs, seconds):
-    "Waits until the processes have ended; those that didn't"
-    end = time.monotonic()+seconds
-    while (left := [o for o in procs if running(o)]) and time.monotonic() < end: time.sleep(.05)
-    return left
-
-
-def ours(node):
-    "The actor of ours that a node of the cluster has, and its workers"
-    there = psutil.Process(node.pid).children(recursive=True)
-    actors = [o for o in there if 'ray::Node' in ' '.join(o.cmdline())]
-    return [p for o in actors for p in (o, *o.children(recursive=True))]
-
-
 @needs_ray
 def test_the_notebook_connects_by_itself_and_dies(cluster, shared):
     """`Ray(address)` connects, and disconnects at the end of the call; so does Ray() with RAY_ADDRESS. Nothing of Ray's
@@ -248,16 +453,14 @@ def test_the_notebook_connects_by_itself_and_dies(cluster, shared):
 
 
 @needs_ray
-def test_a_machine_dies(cluster, shared, capsys):
-    "The error names it, and a restart goes on from the last complete epoch with the machine that is there"
-    learn = learner(train=400, cbs=[Slow(.02, shared)])
-    raylet = next(o for o in psutil.Process(cluster.nodes[1].pid).children() if 'raylet/raylet' in o.cmdline()[0])
-    killer = subprocess.Popen(['sh', '-c', f'{shell_wait(shared/"done3", 60)}; kill -9 {raylet.pid}'])
-    launcher = Ray(per_node=2, link_timeout=10., start_timeout=240.)
-    try: learn.distrib_fit(30, launcher=launcher, restarts=1)       # Ray notices a dead node after seconds
-    finally:
-        killer.kill()
-        killer.wait()
-    said = capsys.readouterr().out
-    assert re.search(rf'on {cluster.other} died: .*Going on with epoch [1-9]\d* on fresh workers', said), said
-    assert '2 workers (1 machine x 2 on the CPU' in said and len(learn.recorder.values) == 30, said
+@pytest.mark.full
+def test_the_tutorial(cluster):
+    "Its cells, in a new process of this machine"
+    wait_until_free(CPU=4)
+    nb = json.loads((Path(__file__).parents[2]/'nbs/tutorials/two_machines.ipynb').read_text(encoding='utf-8'))
+    cells = [''.join(o['source']) for o in nb['cells'] if o['cell_type'] == 'code']
+    r = subprocess.run([sys.executable, '-Wignore', '-c', '\n'.join([*cells, 'print(len(preds))'])], cwd='/',
+                       env=os.environ | dict(RAY_ADDRESS=cluster.address), capture_output=True, text=True, timeout=240)
+    assert r.returncode == 0, r.stderr[-3000:]
+    assert '2 workers (2 machines x 1 on the CPU, gloo over ' in r.stdout and r.stdout.endswith('\n512\n'), r.stdout
+    wait_until_free(CPU=4)
