@@ -23,7 +23,7 @@
 #   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether `make test` notices
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
-#   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root); brings Ray
+#   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root)
 #   make test-kaggle  the tests under the limits of a notebook service: 64 MB of shared memory, 4 cores, 30 GB (root)
 #   make clean     remove what demo and tests wrote; `make distclean` removes .venv too
 # JOBS=1 runs one file of tests at a time. SELECT= takes the long tests along, where they are left out.
@@ -160,8 +160,7 @@ gpu:
 	@$(runner) tools/gpu.py $(GPU_ARGS)
 
 test-ray: venv
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[ray]'
-	@$(PY) -m pytest tests/machines/test_ray.py tests/machines/test_ray_nodes.py $(if $(REPORT),--junitxml='$(REPORT)')
+	@$(PY) -m pytest tests/machines $(if $(REPORT),--junitxml='$(REPORT)')
 
 test-kaggle: venv
 	@$(PY) tools/like_kaggle.py $(PY) -m pytest tests $(SELECT) --ignore=tests/test_browser.py \

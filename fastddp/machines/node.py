@@ -121,7 +121,8 @@ class Node:
     def missing(self, paths): return [o for o in paths if not os.path.exists(o)]
     def start(self, ranks, on_gpu):
         "Start this machine's workers"
-        self.workers = start_workers(ranks, on_gpu, lambda: self.is_closed, first=ranks[0])
+        with self.lock, suppress(KeyboardInterrupt):    # `stop` was called meanwhile
+            self.workers = start_workers(ranks, on_gpu, lambda: self.is_closed, first=ranks[0])
     def submit(self, entry, specs, env, surroundings, modules, buffers):
         "Submit a job to all workers here; `buffers` are arrays in Ray's memory"
         with self.lock:

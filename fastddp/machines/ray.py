@@ -182,6 +182,16 @@ _EXPLANATIONS = [("No module named '?fastddp",
                   "has no fastddp for this Python: install it there, or name it in runtime_env="),
                  ('(?i)runtime environment', "Ray couldn't make its runtime_env= there")]
 
+def end_actors(actors, grace):
+    "End actors, whose workers get `grace` seconds to end by themselves"
+    if not actors: return
+    import ray
+    with suppress(Exception):    # the cluster may be gone
+        asked = [o.stop.remote(grace) for o in actors]
+        ray.wait(asked, num_returns=len(asked), timeout=grace+5)
+    for o in actors:
+        with suppress(Exception): ray.kill(o)
+
 class RemoteWorkers:
     """The workers of several machines, with the methods of `Workers` that a `Monitor` calls. A
     thread for each machine waits for its news by one long call after the other"""
@@ -256,13 +266,7 @@ class RemoteWorkers:
         for block,_ in self.latest.values(): block.close()
         self.latest,self._beats = {},{}
     def stop(self, grace=2.):
-        "End all workers, and their actors"
-        import ray
-        with suppress(Exception):    # the cluster may be gone
-            asked = [m.actor.stop.remote(grace) for m in self.machines]
-            ray.wait(asked, num_returns=len(asked), timeout=grace+5)
-        for m in self.machines:
-            with suppress(Exception): ray.kill(m.actor)
+        "Forget the workers, whose actors have ended"
         for o in self._threads: o.join(10)
         self.forget()
         helper.remove_folder(self._folder)
@@ -322,6 +326,7 @@ class Ray(WorkerLauncher):
         self.machines = []          # each `Machine`; the first has rank 0
         self.rank_counts = {}       # name of each machine -> number of its ranks, in rank order
         self.on_gpu = False         # True if each rank has a GPU
+        self.card = ''              # name of the first machine's network card
         self.lost_names = set()     # machines that were lost in the last job, by name
         self.excluded_names = set() # lost machines, not used until the outermost block ends
     def __enter__(self):
@@ -329,8 +334,9 @@ class Ray(WorkerLauncher):
         return super().__enter__()
     def close(self, grace=2.):
         "End ranks and actors, and give all resources back; harmless when repeated"
+        actors,self.machines = [m.actor for m in self.machines],[]
+        end_actors(actors, grace)
         super().close(grace)
-        self.machines = []
         with suppress(Exception): self._undo.close()     # the cluster may be gone
     def place(self, nprocs=None, gpus=None):
         "As `Launcher.place`: starts the actors unless they run. `gpus=[]` means the CPU"
@@ -363,6 +369,7 @@ class Ray(WorkerLauncher):
             if why: problems.append(f"{m.name}: {why}")
         if problems: raise CantDistribute('\n'.join(problems))
         self.on_gpu = not on_cpu and all(m.facts['gpus'] for m in self.machines)
+        self.card = self.machines[0].facts['card']
         counts = {m.name: self._count_ranks(m, nprocs) for m in self.machines}
         self.rank_counts = counts
         ranks = iter(range(sum(counts.values())))
@@ -454,7 +461,7 @@ class Ray(WorkerLauncher):
         counts = [*self.rank_counts.values()]
         each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
         kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
-        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {self.machines[0].facts['card']}"
+        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {self.card}"
     def submit(self, job, nprocs, interrupts, mark):
         "Send each machine the job, with the `RankSpec` of each rank there"
         import ray

@@ -11,6 +11,7 @@ from ray_cluster import Cluster, WarmRay, connected, gone, needs_ray, ours, shar
 from test_interrupt import shell_wait
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import RankDied
+from fastddp.machines.ray import RemoteWorkers
 
 pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
@@ -92,20 +93,22 @@ class Ballast(Callback):
 def test_while_data_is_sent(machines, cluster, monkeypatch, how):
     "The call ends in time, and the next fit works"
     machines.place(4)
-    actor, sent, send = ours(cluster.nodes[1])[0], [], type(machines)._all
+    actor, sent, send = ours(cluster.nodes[1])[0], [], RemoteWorkers.submit
     def act():
         time.sleep(.3)
         if how == 'Ctrl-C': os.kill(os.getpid(), signal.SIGINT)
         else: actor.kill()
-    def counted(self, refs):
-        sent.append(threading.Thread(target=act))
-        sent[-1].start()
-        return send(self, refs)
+    def sends(self, *args):
+        if not sent:
+            sent.append(threading.Thread(target=act))
+            sent[0].start()
+        return send(self, *args)
     learn = learner(cbs=[Ballast()])
     with monkeypatch.context() as m:
-        m.setattr(type(machines), '_all', counted)
-        with pytest.raises(KeyboardInterrupt if how == 'Ctrl-C' else RankDied): learn.distrib_fit(1, nprocs=4, launcher=machines)
-    for o in sent: o.join()
+        m.setattr(RemoteWorkers, 'submit', sends)
+        with pytest.raises(KeyboardInterrupt if how == 'Ctrl-C' else RankDied):
+            learn.distrib_fit(1, nprocs=4, launcher=machines)
+    sent[0].join()
     assert_same(*fit_both(learner(), 4, machines, 1))
 
 

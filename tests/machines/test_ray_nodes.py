@@ -7,7 +7,7 @@ from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, Ray
 from fastddp.launch.engine import Job
 
-pytestmark = pytest.mark.timeout(600)
+pytestmark = [pytest.mark.full, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope='module')
