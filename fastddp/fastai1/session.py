@@ -67,8 +67,8 @@ class Session(BaseSession):
         callbacks = list(callbacks or [])
         for cb in callbacks: check('callbacks', cb, _CALLBACK)
         self.check()
-        asked = enough_epochs(dict(n_epoch=epochs), callbacks, self.global_batch()[1])
-        job_args = dict(epochs=asked['n_epoch'], options=self.options)
+        epochs = enough_epochs(epochs, callbacks, self.global_batch()[1])
+        job_args = dict(epochs=epochs, options=self.options)
         call = LearnerCall(self, fit_job, callbacks, metrics or [], job_args, apply_failed='last',
                            counts_steps=finds_lr(callbacks))
         self.train(call)

@@ -299,7 +299,6 @@ def load_without_file(cb # An `LRFinder`
 
 @contextmanager
 def as_one_process(learn,
-                   cbs, # The callbacks that are given to `fit`
                    fit  # The `Fit` of `distributed`
 ):
     """Context manager of a fit on ranks: callbacks predict, save and load as in one process. Every
@@ -308,7 +307,7 @@ def as_one_process(learn,
                      get_preds=partial(preds_in_one_order, learn, fit),
                      _do_epoch_validate=partial(validate, learn, fit)),
           ExitStack() as stack):
-        for cb in [*learn.cbs, *cbs]:
+        for cb in [*learn.cbs]:
             if isinstance(cb, LRFinder) and group.rank():
                 stack.enter_context(with_attrs(cb, after_fit=partial(load_without_file, cb)))
         yield

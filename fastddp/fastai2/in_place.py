@@ -10,6 +10,7 @@ import contextlib, functools
 
 from fastai.learner import Learner
 from fastai.torch_core import default_device
+from fastcore.basics import noop
 
 from ..base import group
 from ..base.device import is_accelerator
@@ -18,9 +19,9 @@ from .callbacks import model_from_rank0, opt_from_rank0
 from .clock import numbers_of
 from .as_one import as_one_process, distributed
 from .inference import infer_in_group, order_from_rank0, preds_in_one_order
-from .jobs import EndOfAll, NoteProgress, call_fit
+from .jobs import EndOfAll, NoteProgress, run_fit
 from .loaders import step_sizes
-from .session import fit_args, reports
+from .session import reports
 from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
@@ -36,10 +37,10 @@ from ..shard.same_model import refuse_other_shapes
 #
 #   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
 #
-#   learn.fit             _sync_learner       rank 0's random streams, orders of loaders; shapes of
+#   a fit                 _sync_learner       rank 0's random streams, orders of loaders; shapes of
 #                                             the model; rank 0's weights
 #                         opt_from_rank0      rank 0's optimizer
-#                         call_fit            what the callbacks of `distributed` exchange
+#                         run_fit             what the callbacks of `distributed` exchange
 #                         as_one_process      the last meeting of the fit, at its end
 #                         _complete           numbers for the report
 #                         model_from_rank0    rank 0's weights
@@ -74,27 +75,27 @@ def _complete(learn,
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e02
 def _fit_in_place(learn,
     options, # Of `distributed`
-    cbs, asked # As of `fit_args`
+    *loop # `with_events`, `f`, `ex` and `final`, as of `run_fit`
 ):
-    """Run `Learner.fit` by all ranks, each of which has called it. Ctrl-C is raised at a meeting,
+    """Run a fit by all ranks, each of which has called it. Ctrl-C is raised at a meeting,
     on all ranks: then none of them comes to the collectives that follow."""
     n = group.world_size()
     # All ranks begin alike
     _sync_learner(learn)
-    if not asked.get('reset_opt'): opt_from_rank0(learn)
+    opt_from_rank0(learn)
     # DDP imports it, in each torch from 2.0 on, and it takes seconds: not in the report
     if n > 1: import torch._dynamo
     # They train, as in a worker's `fit_job`. There is no notebook to tell: a plain `Context` drops
     # what `NoteProgress` notes
     sizes = step_sizes(learn.dls.loaders[0], n, options['batch'])
-    asked = enough_epochs(asked, cbs, sizes[1])
+    learn.n_epoch = enough_epochs(learn.n_epoch, learn.cbs, sizes[1])
     noted = NoteProgress(Context(group.rank(), n))
     report = Report('fit')
     # rank 0 prints them; for the last one the report must be complete
-    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), finds_lr(cbs))
+    lines = script_lines(noted.progress, sizes, wants_no_lines(learn), finds_lr(learn.cbs))
     with lines:
-        with distributed(learn, **options) as fit, as_one_process(learn, cbs, fit):
-            call_fit(learn, cbs, asked, [noted, EndOfAll(noted)])
+        with distributed(learn, **options) as fit, as_one_process(learn, fit):
+            run_fit(learn, *loop, [noted, EndOfAll(noted)])
         report.end_phase('train')
         _complete(learn, report, fit, noted.progress.result())
     # And they end alike: a callback may have changed weights since they were compared
@@ -126,20 +127,23 @@ def in_place(
     runs, `as_one_process` replaces the last two once more:
 
         method              by                  inside a fit, by
-        fit                 _fit_in_place       a callback's `learn.fit`: as here
+        _with_events        _fit_in_place       a callback's `learn.fit`: as here
         _do_epoch_validate  _validate_in_place  as_one.validate
         get_preds           preds_in_one_order  the same, with the `Fit`
 
-    fastai's `fit_one_cycle` and others call the first one, its `validate` and `get_preds` the
-    second one"""
+    fastai's `fit` calls the first one, its `validate` and `get_preds` the second one"""
     reports[learn] = []
-    def fit(*args, **kwargs): _fit_in_place(learn, options, *fit_args(learn, args, kwargs))
+    plain = learn._with_events
+    def with_events(f, event_type, ex, final=noop):
+        if event_type == 'fit': _fit_in_place(learn, options, plain, f, ex, final)
+        else: plain(f, event_type, ex, final)
     def validate(ds_idx=1, dl=None):
         dl = learn.dls[ds_idx] if dl is None else dl
         _validate_in_place(learn, dl, options.get('stop_requested', lambda: False))
     with launched_group() as device:
         place(learn, device)
-        with with_attrs(learn, fit=fit, _do_epoch_validate=validate, distrib_session=given,
+        with with_attrs(learn, _with_events=with_events, _do_epoch_validate=validate,
+                        distrib_session=given,
                         get_preds=functools.partial(preds_in_one_order, learn)):
             yield
 
@@ -169,7 +173,8 @@ def _with_all_ranks(name, plain, stop_requested):
             return plain(self, *args, **kwargs)
         # Ctrl-C is counted; the ranks see that when they meet, and all stop after the same batch
         with Interrupts().counting(), self._distrib_ctx(stop_requested=stop_requested):
-            res = getattr(self, name)(*args, **kwargs)
+            # of the block; `fit` comes to it by `_with_events`
+            res = vars(self).get(name, plain.__get__(self))(*args, **kwargs)
         if stop_requested(): raise KeyboardInterrupt
         return res
     return method

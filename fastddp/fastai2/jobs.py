@@ -28,11 +28,11 @@ from .inference import end_gathering, gatherers, join_parts, validate_part
 from .loaders import dl_state, set_dl_state
 from .resume import ResumeFit
 from .snapshot import (
-    Changes, all_cbs, apply, place_dl, root_of, snapshot, unpack)
+    Changes, apply, place_dl, root_of, snapshot, unpack)
 from .batch import step_of
 from ..launch.session import Call
 from fastddp.launch.training import (
-    Progress, cbs_of_rank, has_kind, is_rank0_only, open_run, until_interrupted, wants_no_lines,
+    Progress, has_kind, is_rank0_only, open_run, until_interrupted, wants_no_lines,
     whereabouts)
 from ..output.replay import suppress_lines
 from ..payload.places import Places
@@ -136,7 +136,7 @@ class EndOfAll(OurCallback):
 # %% ../../nbs/fastai2/726_jobs.ipynb #277f9590
 class Sender:
     "Sends the notebook what a job has changed in a learner. Only rank 0 does so"
-    def __init__(self, ctx, learn, cbs,
+    def __init__(self, ctx, learn,
         edges, # Of the notebook's `Places`
         dl=None # The loader of a validation
     ):
@@ -144,7 +144,7 @@ class Sender:
         # The `Fit`: with the state of its common random streams the notebook goes on
         self.fit = None
         if ctx.rank: return
-        places = Places(root_of(learn, cbs, dl)).find(edges)
+        places = Places(root_of(learn, dl)).find(edges)
         # in the notebook's own process these are the notebook's
         modules = [o for o in places.objects.values() if isinstance(o, types.ModuleType)]
         self.changes = Changes(learn, places, modules if ctx.is_notebook else ())
@@ -164,16 +164,13 @@ class Sender:
             raise
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #14cdc997
-def call_fit(learn,
-    cbs, # Callbacks that the fit was given; those that act on this rank are used
-    fit_args, # The other arguments of `fit`, by name
+def run_fit(learn,
+    with_events, # The learner's `_with_events`
+    f, ex, final, # As fastai's `fit` passes them to it
     ours # Callbacks of fastddp
 ):
-    "Call fastai's `fit`, or that of the user's class of learners."
-    of_rank = cbs_of_rank(cbs)
-    # a `fit` of the user's may have no argument `cbs`
-    kwargs = dict(cbs=of_rank) if of_rank else {}
-    with learn.added_cbs(ours): type(learn).fit(learn, **kwargs, **fit_args)
+    "Do what fastai's `fit` ends with: the learner has all else of the fit"
+    with learn.added_cbs(ours): with_events(f, 'fit', ex, final)
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #4be41a02
 def _nbytes(tensors): return sum(t.nbytes for t in tensors if isinstance(t, torch.Tensor))
@@ -235,35 +232,38 @@ def _train(ctx, noted, learn,
         raise
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #a9306665
-# What the notebook sends `fit_job` as `call`, beside the learner and the callbacks of the fit:
+# What the notebook sends `fit_job` as `call`, beside the learner, as it is when fastai's `fit` calls
+# `_with_events`: with its callbacks, an optimizer, rates, and `n_epoch`
 #
 #     options         of `distributed`
-#     fit_args        arguments of `fit`, by name, without `cbs`
+#     loop            `f`, `ex` and `final` of this call
 #     wandb_run       as of `notebook_run`
 #     resumed         `first_epoch` of `ResumeFit`; None: the fit begins anew
 
 def fit_job(ctx, obj):
     "Train the learner of a snapshot on this rank; return the `Progress` as a dict"
-    learn,cbs,call = unpack(obj, ctx.device)
-    sent_cbs = all_cbs(learn, cbs)
-    changes = Sender(ctx, learn, cbs, obj['edges'])
+    learn,call = unpack(obj, ctx.device)
+    sent_cbs = [*learn.cbs]
+    f,ex,final = call['loop']
+    changes = Sender(ctx, learn, obj['edges'])
     noted = NoteProgress(ctx, learn.path)
     ctx.where = noted.where
     with (changes.sending_raised(), suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
-          as_one_process(learn, cbs, fit)):
+          as_one_process(learn, fit)):
         changes.fit = fit
         keep = partial(changes.send, 'epoch', ended=False)
         ours = [noted, EndOfAll(noted, keep)]
         if call['resumed'] is not None:
             resume = ResumeFit(learn, sent_cbs, call['resumed'])
             ours.append(resume)
+            f = resume.run_epochs
             # these are removed while a callback of rank 0 predicts alone: `before_fit` of `resume`
             # must not be called by that. `noted` and `EndOfAll` stay, and count it as an inner fit
             fit.callbacks.append(resume)
         train = partial(_train, ctx, noted, learn,
-                        partial(call_fit, learn, cbs, call['fit_args'], ours))
+                        partial(run_fit, learn, learn._with_events, f, ex, final, ours))
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
     # the last meeting has set `has_unused_grads`
@@ -305,9 +305,9 @@ def _sent_loader(learn,
 # %% ../../nbs/fastai2/726_jobs.ipynb #6cf3aab4
 def infer_job(ctx, obj):
     "Validate this rank's part of a loader with the learner of a snapshot; return an `Inferred`"
-    learn,_,call = unpack(obj, ctx.device)
+    learn,call = unpack(obj, ctx.device)
     dl = _sent_loader(learn, call, ctx.device)
-    changes = Sender(ctx, learn, (), obj['edges'], None if isinstance(call['dl'], int) else dl)
+    changes = Sender(ctx, learn, obj['edges'], None if isinstance(call['dl'], int) else dl)
     noted = NoteProgress(ctx)
     ctx.where = noted.where
     ctx.items = lambda: noted.items(learn)
@@ -356,7 +356,7 @@ class InferCall(Call):
         dl = next((i for i,o in enumerate(loaders) if o is self.dl), self.dl)
         with _without_dataset(dl, loaders if session.dls_factory else ()) as i:
             payload,self.places = snapshot(
-                self.learn, (), dict(dl=dl, dataset=i), session.model_factory, session.dls_factory,
+                self.learn, dict(dl=dl, dataset=i), session.model_factory, session.dls_factory,
                 training=False, dl=None if isinstance(dl, int) else dl)
             return payload
     def apply(self, meta, buffers): apply(self.learn, meta, buffers, self.places)

@@ -148,10 +148,11 @@ class LearnerJob(BackgroundJob):
                                  "overwritten. job.twin.learn is the copy that the job trains.")
         return learn
     def _put(self,
-        streams # The state of the random streams at the end of the call
+        streams, # The state of the random streams at the end of the call
+        **kwargs # Of `Changes.capture`
     ):
         "Put what the call has changed in the twin into the learner."
-        changed = self.changes.capture(streams, weights=self.trains, grads='all')
+        changed = self.changes.capture(streams, weights=self.trains, grads='all', **kwargs)
         apply(self.original, *changed, self.twin.original)
     def pull(self):
         """Put the last complete epoch into the learner, while the job trains on. Raises
@@ -166,7 +167,7 @@ class LearnerJob(BackgroundJob):
         # `apply` installs random streams: not those of the notebook, while the job goes on
         with fit_call.session.applying, streams_apart():
             fit_call.apply(*state)
-            self._put(CommonRNG.capture().state())
+            self._put(CommonRNG.capture().state(), ended=False)
         self.known_state = _state_of(self.original)
     def bring(self):
         "Put the state of the twin after the call into the learner; for `result`."

@@ -17,10 +17,10 @@ from fastcore.foundation import L
 import numpy as np, torch
 
 from ..base.errors import HOSTS_ARE_RAY, CantDistribute
-from ..base.scoped import with_context
+from ..base.scoped import with_attrs, with_context
 from ..output.replay import print_line
 from .events import OurCallback
-from .snapshot import SavedGraph, left_out, named_parts
+from .snapshot import SavedGraph, holds, left_out, named_parts
 from ..payload.changes import overwrite, read_bytes
 from ..payload.notes import Kept
 from ..payload.pickling import dump, load
@@ -108,6 +108,8 @@ class UserCall:
         self.run_id = uuid.uuid4().hex      # in each checkpoint of it, also of a resumed call
         self.point = ResumePoint()
         self.n_begun = 0        # fits that began since the call was made, or made again
+        # the learner's callbacks when the call that runs began; `cbs=` adds more
+        self.lasting = ()
     def run(self, learn):
         "Make the call and return what it returns."
         with self.running(learn): return getattr(learn, self.name)(*self.args, **self.kwargs)
@@ -121,28 +123,29 @@ class UserCall:
             yield calls[learn]
             return
         self.n_begun = 0
-        with with_context(_running, calls | {learn: self}): yield self
+        with (with_attrs(self, lasting=[*learn.cbs]),
+              with_context(_running, calls | {learn: self})): yield self
         # no exception: all of the call is complete
         if resume_points.get(learn) is self: del resume_points[learn]
     def begin_fit(self):
         "Count a fit that begins. Return False if it is complete, and isn't to be repeated."
         self.n_begun += 1
         return self.n_begun > self.point.n_complete
-    def restore(self, learn, cbs):
+    def restore(self, learn):
         """If the fit that begins was cut off, put its state into `learn`. Return the epoch with
         which it continues; None for the first one of fastai's `fit`."""
         point = self.point
         was_cut_off = point.state is not None and self.n_begun == point.n_complete+1
         if not was_cut_off: return None
-        point.state.restore(learn, cbs)
+        point.state.restore(learn)
         return point.first_epoch if point.state.changes is None else learn.epoch+1
-    def cut_off(self, learn, cbs,
+    def cut_off(self, learn,
         epoch_end, # The state of the last complete epoch, an `EpochEnd`; None: capture `learn`
         first_epoch, # With `epoch_end=None`: the epoch at whose beginning `learn` is, or None
         places=None # With `epoch_end`: the places of `learn`, which is as it was sent
     ):
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
-        state = SavedGraph.of(learn, cbs, epoch_end, places if epoch_end else None).copy()
+        state = SavedGraph.of(learn, epoch_end, places if epoch_end else None).copy()
         self.point = ResumePoint(self.n_begun-1, structure_of(learn), state, first_epoch)
         resume_points[learn] = self
     def complete(self, learn):
@@ -167,29 +170,29 @@ class ResumeFit(OurCallback):
     """Lets a fit on a rank begin with epoch `first_epoch`. When `fit_job` makes it, just before
     fastai's `fit`, the learner is as it was at the beginning of this epoch; after `before_fit` of
     all callbacks it is so again. Attributes that were None stay as `before_fit` has set them: it
-    may have made what a state can't hold, such as a progress bar. Until its own `before_fit`,
-    `learn._do_fit` is a loop that begins with `first_epoch`, which fastai's `fit` reads before this
-    event; afterwards it is fastai's, for a fit that a callback runs inside this one."""
+    may have made what a state can't hold, such as a progress bar. `run_epochs` takes the place of
+    fastai's `_do_fit`."""
     order = 3_000_000       # after `before_fit` of all others
     def __init__(self, learn,
-        cbs, # The learner's and the fit's callbacks that the notebook sent
+        cbs, # Those of the learner that the notebook sent
         first_epoch
     ):
         self.resumed_cbs = cbs
+        self.first_epoch = first_epoch
         self.saved_train_iter = getattr(learn, 'train_iter', 0)
         # what callbacks hold now; `before_fit` empties lists in place
         parts = [o for o in named_parts(learn).values() if not any(o is cb for cb in cbs)]
         self.kept = Kept([*cbs], left_out, [*parts, learn.opt])
-        def do_fit():       # as fastai's `_do_fit`, which begins with epoch 0
-            for learn.epoch in range(first_epoch, learn.n_epoch):
-                learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
-        learn._do_fit = do_fit
+    def run_epochs(self):
+        "As fastai's `_do_fit`, which begins with epoch 0"
+        learn = self.learn
+        for learn.epoch in range(self.first_epoch, learn.n_epoch):
+            learn._with_events(learn._do_epoch, 'epoch', CancelEpochException)
     def before_fit(self):
         learn = self.learn
-        # if a callback cancels the fit before this event, `_do_fit` stays: nothing trains this
-        # rank's learner any more
-        if vars(learn).pop('_do_fit', None) is None: return
+        if self.kept is None: return        # of a fit that a callback runs inside this one
         self.kept.undo(only_held=True)
+        self.kept = None
         learn.train_iter = self.saved_train_iter
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:
@@ -297,7 +300,7 @@ def checkpoint_writer():
         learn = fit_call.learn
         try:
             # with the state at the beginning of the fit, in which the learner still is here
-            state = SavedGraph.of(learn, fit_call.cbs, epoch_end, fit_call.places)
+            state = SavedGraph.of(learn, epoch_end, fit_call.places)
             write_checkpoint(checkpoint_path(learn), structure_of(learn),
                              fit_call.user_call.run_id,
                              [dump_call(fit_call), *state], weights_in(fit_call, epoch_end))
@@ -331,7 +334,9 @@ def dump_call(fit_call # The `FitCall` at the end of one of its epochs
     saved = dict(call=(user_call.name,user_call.args,user_call.kwargs,options),
                  launcher_class=type(launcher).__name__ if has_machines else None,
                  n_complete=user_call.n_begun-1, run_id=user_call.run_id)
-    return dump(saved, {id(o):k for k,o in named_parts(fit_call.learn).items()})
+    # callbacks of the call itself are in the file, in its arguments
+    return dump(saved, {id(o):k for k,o in named_parts(fit_call.learn).items()
+                        if k[0] != 'cb' or holds(user_call.lasting, o)})
 
 def call_from_file(learn, file,
     launcher # For the option `launcher`, which isn't in the file; None: local workers

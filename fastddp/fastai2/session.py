@@ -6,52 +6,28 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/727_session.ipynb #186ea489
-import contextlib, inspect, re, threading, warnings, weakref
+import contextlib, re, threading, warnings, weakref
 
-from fastai.callback.core import Callback
 from fastai.learner import Learner
-from fastcore.basics import patch, store_attr
-from fastcore.foundation import L
+from fastcore.basics import noop, patch, store_attr
 
-from ..base.checks import Check, bind_arguments, check, whole
+from ..base.checks import bind_arguments, check, whole
 from ..base.errors import CantDistribute, RankRaised, WorkerError
-from ..base.scoped import Interrupts
+from ..base.scoped import Interrupts, with_attrs
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
 from .metrics import how_reduced, metrics_of
 from .resume import UserCall, checkpoint_writer
-from .snapshot import all_cbs, apply, name_of_loader, snapshot
+from .snapshot import apply, holds, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
 from ..launch.report import Report
 from ..launch.session import BaseSession, Call, refuse_untrainable
-from ..launch.training import enough_epochs, finds_lr, notebook_run, wants_no_lines
+from ..launch.training import (
+    enough_epochs, finds_lr, is_ours, notebook_run, wants_no_lines)
 from ..output.replay import print_line, several, suppress_lines
 from ..payload.kinds import is_own
 from ..shard.gradients import check_ddp
-
-# %% ../../nbs/fastai2/727_session.ipynb #2e1be252
-# The parameters of fastai's `Learner.fit`, in order
-_FIT = 'n_epoch','lr','wd','cbs','reset_opt','start_epoch'
-
-def fit_args(learn, args, kwargs):
-    """Return the arguments of `learn.fit(*args, **kwargs)`: its `cbs` as a list of callbacks, none
-    of them a class, and a dict of the others by name. The class of the learner may have a `fit` of
-    the user's, which may take fastai's arguments as `*args`."""
-    fit = type(learn).fit.__get__(learn)        # not `learn.fit`, which a block overrides
-    own = inspect.signature(fit).parameters
-    res = {}
-    in_varargs = [k for k in _FIT if k not in own]
-    for k,v in bind_arguments(fit, args, kwargs).arguments.items():
-        param = own[k]
-        if param.kind == param.VAR_POSITIONAL: res |= zip(in_varargs, v)
-        elif param.kind == param.VAR_KEYWORD: res |= v
-        else: res[k] = v
-    n_epoch = own.get('n_epoch')
-    if n_epoch and n_epoch.default is not n_epoch.empty:
-        res.setdefault('n_epoch', n_epoch.default)
-    cbs = [cb() if isinstance(cb, type) else cb for cb in L(res.pop('cbs', None))]
-    return cbs,res
 
 # %% ../../nbs/fastai2/727_session.ipynb #e91b2a98
 class FitCall(Call):
@@ -59,21 +35,23 @@ class FitCall(Call):
     tries of the fit, inside `resumable`"""
     has_resume_point = False        # True once this fit has made it
     def __init__(self, session,
-        cbs, # Callbacks that this fit was given
-        asked, # Its other arguments, by name, as the user asked
+        loop, # `f`, `ex` and `final`, as fastai's `fit` passes them to `_with_events`
         user_call, # The `UserCall` that makes this fit
         # The first epoch that isn't complete, if the fit continues one that was cut off, else None.
         # `apply` updates it
         first_epoch
     ):
-        finds = finds_lr(cbs)
+        finds = finds_lr(session.learn.cbs)
         super().__init__(session, fit_job, 'lr_find' if finds else 'fit', apply_failed='all',
                          counts_steps=finds)
-        store_attr('cbs,asked,user_call,first_epoch')
+        store_attr('loop,user_call,first_epoch')
     def snapshot(self):
         session = self.session
-        payload,self.places = snapshot(self.learn, self.cbs, self._for_ranks(),
-                                       session.model_factory, session.dls_factory)
+        # the ranks call that of the cell, not ours; a `fit` stays here
+        sent = {k:v for k,v in session.of_cell.items() if k == '_with_events'}
+        with with_attrs(self.learn, **sent):
+            payload,self.places = snapshot(self.learn, self._for_ranks(), session.model_factory,
+                                           session.dls_factory)
         self.places.read_only = getattr(self.learn, 'borrowed', set())     # of a `copy_of`
         return payload
     def apply(self, meta, buffers):
@@ -85,11 +63,10 @@ class FitCall(Call):
         "Return the `call` of a snapshot, see `fit_job`"
         session = self.session
         learn = self.learn
-        asked = self.asked
         sizes = session.global_batch()
-        if sizes: asked = enough_epochs(asked, self.cbs, sizes[1])
-        return dict(options=session.options, fit_args=asked, resumed=self.first_epoch,
-                    wandb_run=notebook_run(all_cbs(learn, self.cbs)))
+        if sizes: learn.n_epoch = enough_epochs(learn.n_epoch, learn.cbs, sizes[1])
+        return dict(options=session.options, loop=self.loop, resumed=self.first_epoch,
+                    wandb_run=notebook_run(learn.cbs))
     def on_event(self, rank, event):
         if not isinstance(event, EpochEnd): return
         for f in self.session.on_epoch: f(self, event)
@@ -113,7 +90,7 @@ class FitCall(Call):
     ):
         "Make the resume point."
         if self.counts_steps: return
-        self.user_call.cut_off(self.learn, self.cbs, epoch, self.first_epoch, self.places)
+        self.user_call.cut_off(self.learn, epoch, self.first_epoch, self.places)
         self.has_resume_point = True
     def on_success(self, out):
         if self.counts_steps:
@@ -128,11 +105,11 @@ class FitCall(Call):
         # all ranks have raised the same, or rank 0 has stopped in an epoch, and another one hasn't
         if e.cut: self.save(e.epoch)
         Call.on_failure(self, e, is_last)
-        cb = _failed_callback([*self.learn.cbs, *self.cbs], e)
+        cb = _failed_callback(self.learn.cbs, e)
         if cb and 'distrib_resume' in e.kept: e.kept += self._recipe(cb)
     def _recipe(self, cb):
         "Return how the fit goes on with another callback in the place of `cb`, which has failed"
-        if any(o is cb for o in self.cbs):
+        if not holds(self.user_call.lasting, cb):
             epoch = getattr(self.learn, 'epoch', 0)
             return (" With a mended callback, as this one was given by cbs=, make the call again "
                     f"instead: learn.distrib_{self.user_call.name}(..., "
@@ -144,14 +121,12 @@ class FitCall(Call):
         """Context manager for all tries of the fit. If it fails or is stopped, make the resume
         point unless there is one; put the old optimizer back if the learner is unchanged. A fit
         that was refused makes none."""
-        learn = self.learn
-        old_opt = learn.opt
         try: yield
         except BaseException as e:
             with Interrupts().counting():       # a second Ctrl-C can't cut this
                 has_run = self.has_result or isinstance(e, (WorkerError,KeyboardInterrupt))
                 if has_run and not self.has_resume_point: self.save()
-                if not self.has_result: learn.opt = old_opt
+                if not self.has_result: self.session.restore_opt()
             raise
 
 # %% ../../nbs/fastai2/727_session.ipynb #c934ee11
@@ -177,8 +152,12 @@ def distrib_report(self:Learner):
 
 # %% ../../nbs/fastai2/727_session.ipynb #b1593198
 class Session(BaseSession):
-    """A `distrib_ctx` block of a fastai 2 learner. For the time of the block, its `fit` overrides
-    `learn.fit`, and its `validate` overrides `learn._do_epoch_validate`"""
+    """A `distrib_ctx` block of a fastai 2 learner. For the time of the block it overrides methods of
+    the learner:
+
+        fit                 fit             notes the user's call, and makes it in the notebook
+        _with_events        with_events     which fastai's `fit` ends with: runs a fit on workers
+        _do_epoch_validate  validate        a validation on workers"""
     def __init__(self, *args # As of the base class
     ):
         super().__init__(*args)
@@ -186,9 +165,17 @@ class Session(BaseSession):
         self.dls_factory = self.asked.get('dls_factory')
         self.reports = []       # the `Report` of each call
         self.applying = threading.RLock()
+        self.opts = []          # the learner's optimizer when each `fit` that runs was called
+        # methods that a cell has replaced in this learner alone
+        self.of_cell = {k:v for k,v in vars(self.learn).items()
+                        if k in self.overrides() and not is_ours(v)}
         # called with the `FitCall` and an `EpochEnd` when an epoch ends
         self.on_epoch = [checkpoint_writer()] if self.asked.get('checkpoint') else []
-    def overrides(self): return dict(fit=self.fit, _do_epoch_validate=self.validate)
+    def overrides(self):
+        return dict(fit=self.fit, _with_events=self.with_events, _do_epoch_validate=self.validate)
+    def plain(self, name):
+        "Return the method `name` that an override takes the place of"
+        return self.of_cell.get(name) or getattr(type(self.learn), name).__get__(self.learn)
     def check(self):
         "Refuse a learner that can't train on workers"
         if not self.model_factory: refuse_untrainable(self.learn.model)
@@ -232,29 +219,49 @@ class Session(BaseSession):
         if self.dls_factory: return None
         return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
     def fit(self, *args, **kwargs):
-        "Run `Learner.fit` on the workers; afterwards the learner is as after a local fit."
-        # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
-        with UserCall('fit', args, kwargs, self.asked).running(self.learn) as user_call:
-            self._fit(user_call, *fit_args(self.learn, args, kwargs))
-    def _fit(self, user_call, cbs, asked):
+        """Call the `fit` of the learner's class, in this process. It may be the user's, or patched by
+        a library; fastai's comes to `with_events`"""
         learn = self.learn
-        check('cbs', cbs, _CALLBACKS)
-        n_epoch = asked.get('n_epoch')
-        if type(learn).fit is Learner.fit:
-            check('n_epoch', n_epoch, whole("the number of epochs, a whole number", 0))
+        # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
+        with (self.in_one_thread(),      # another one would set what the fit that runs has
+              UserCall('fit', args, kwargs, self.asked).running(learn) as user_call):
+            fit = self.plain('fit')
+            bind_arguments(fit, args, kwargs)
+            # before fastai makes an optimizer, which fails without parameters
+            if not (learn.opt or self.model_factory): refuse_untrainable(learn.model)
+            n_begun = user_call.n_begun
+            self.opts.append(learn.opt)
+            try: res = fit(*args, **kwargs)
+            finally: self.opts.pop()
+            if user_call.n_begun == n_begun:
+                print_line("Trained in this process: this fit calls no learn._with_events(..., "
+                           "'fit', ...), as fastai's does.")
+            return res
+    def restore_opt(self):
+        "Give the learner the optimizer that it had when `fit` was called, which may make another"
+        if self.opts: self.learn.opt = self.opts[-1]
+    def with_events(self, f, event_type, ex, final=noop):
+        """Run a fit on the workers; afterwards the learner is as after a local one. Other events are
+        those of the learner's class."""
+        learn = self.learn
+        if event_type != 'fit': return self.plain('_with_events')(f, event_type, ex, final)
+        with UserCall('fit', (learn.n_epoch,), {}, self.asked).running(learn) as user_call:
+            self._fit(user_call, (f,ex,final))
+            if self.opts: self.opts[-1] = learn.opt     # this one has trained
+    def _fit(self, user_call, loop):
+        learn = self.learn
         # `distrib_resume` makes a call again: some of its fits are complete, one may continue. Its
         # state may unfreeze layers, so the learner is checked after it
-        if not user_call.begin_fit(): return
-        first_epoch = user_call.restore(learn, cbs)
-        if first_epoch and first_epoch == n_epoch:
+        if not user_call.begin_fit(): return self.restore_opt()
+        first_epoch = user_call.restore(learn)
+        if first_epoch and first_epoch == learn.n_epoch:
             with suppress_lines(self.quiet()):
-                print_line(f"All epochs of this fit are trained ({several(n_epoch, 'epoch')}): the "
-                           "workers only run after_fit of its callbacks.")
-        self.check()
-        resets_opt = asked.pop('reset_opt', False) and not first_epoch
-        call = FitCall(self, cbs, asked, user_call, first_epoch)
+                print_line(f"All epochs of this fit are trained ({several(first_epoch, 'epoch')}): "
+                           "the workers only run after_fit of its callbacks.")
+        call = FitCall(self, loop, user_call, first_epoch)
         with call.resumable():
-            if resets_opt or not learn.opt: learn.create_opt()
+            check('n_epoch', learn.n_epoch, whole("the number of epochs, a whole number", 0))
+            self.check()
             check_ddp(self.options, learn.opt)
             try: self.train(call)
             finally: self.keep(call.report)
@@ -272,7 +279,3 @@ class Session(BaseSession):
         with suppress_lines(not why or self.quiet()):
             print_line(f"Running in this process, not on workers: {why}")
         type(learn)._do_epoch_validate(learn, dl=dl)
-
-# %% ../../nbs/fastai2/727_session.ipynb #79ad18fc
-_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]",
-                   lambda cbs: all(isinstance(o, Callback) for o in cbs))

@@ -75,10 +75,6 @@ def holds(objs, o):
     "Return True if `o` is one of `objs`, compared by identity."
     return any(o is p for p in objs)
 
-def all_cbs(learn, cbs):
-    "Return the learner's callbacks, and then those of `cbs`, a fit's, that the learner lacks."
-    return [*learn.cbs, *(cb for cb in cbs if not holds(learn.cbs, cb))]
-
 def cbs_by_class(cbs):
     "Return `{(name of its class, how many of that class came before it): callback}`"
     n = Counter()
@@ -104,20 +100,20 @@ def named_parts(learn):
 # %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
 # The dict of a snapshot:
 #
-#     learn, cbs, call    the arguments of `snapshot`
+#     learn, call         the arguments of `snapshot`
 #     factories, made     what makes model and loaders there, and what the model is to have
 #     edges               the table of places
 #     rng, patches, settings      random streams and what cells set; `dump_snapshot` adds them
-def root_of(learn, cbs, dl=None):
+def root_of(learn, dl=None):
     """Return the object with which the graph of a learner begins. Loaders are in it by themselves:
     in a fit `dls` has sharded ones, and the logger shows progress. Those that a factory makes in
     the workers aren't"""
     dls,logger = (vars(learn).get(k) for k in ('dls','logger'))
-    return [learn, [*cbs], dl, [*map(original, dls.loaders)] if dls is not None else [], logger]
+    return [learn, dl, [*map(original, dls.loaders)] if dls is not None else [], logger]
 
 def loaders_of(root):
     "Return the loaders of a `root_of`"
-    return [dl for dl in (root[2], *root[3]) if dl is not None]
+    return [dl for dl in (root[1], *root[2]) if dl is not None]
 
 def _model_for_factory(learn, training):
     "Return weights and optimizer of a learner, for `_new_model`"
@@ -155,14 +151,13 @@ def name_of_loader(i):
     "Return the user's name for loader number `i` of a learner, such as 'learn.dls.train'."
     return ('learn.dls.train','learn.dls.valid')[i] if i < 2 else f"learn.dls[{i}]"
 
-def _named_cbs(learn, cbs):
+def _named_cbs(learn):
     "Return `(path, callback)` pairs. Of callbacks with the same name, `learn.name` is the last one"
-    by_name = {cb.name:cb for cb in all_cbs(learn, cbs)}
-    places = [(f"learn.cbs[{i}]", cb) for i,cb in enumerate(learn.cbs)]
-    places += [(f"cbs[{i}]", cb) for i,cb in enumerate(cbs)]
-    return [(f"learn.{cb.name}" if by_name[cb.name] is cb else path, cb) for path,cb in places]
+    by_name = {cb.name:cb for cb in learn.cbs}
+    return [(f"learn.{cb.name}" if by_name[cb.name] is cb else f"learn.cbs[{i}]", cb)
+            for i,cb in enumerate(learn.cbs)]
 
-def _named_parts(learn, cbs):
+def _named_parts(learn):
     """Return `{path: object}`, the places in which to look for an object that can't be pickled. The
     error names the first path that leads to it."""
     parts = {}
@@ -171,10 +166,9 @@ def _named_parts(learn, cbs):
         parts |= {f"{name}.dataset": getattr(dl,'dataset',None), name: dl}
     parts |= {'learn.model': learn.model, 'learn.loss_func': learn.loss_func,
               'learn.opt': learn.opt}
-    for path,cb in _named_cbs(learn, cbs):
+    for path,cb in _named_cbs(learn):
         parts |= {f"{path}.{k}":v for k,v in vars(cb).items() if k != 'learn'}
-    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func,
-                                                      *all_cbs(learn, cbs))}
+    classes = {type(o).__qualname__:type(o) for o in (learn.model, learn.loss_func, *learn.cbs)}
     hooks = {'the hooks of parameters and optimizer': hooks_of(learn)}
     return classes | parts | dict(learn=learn) | hooks
 
@@ -182,7 +176,7 @@ def _named_parts(learn, cbs):
 _FACTORIES = {'learn.model': 'model_factory', 'learn.dls': 'dls_factory'}
 
 def snapshot(
-    learn, cbs, # The learner, and the callbacks that a fit was given
+    learn,
     call, # What the job does with the learner: a dict, see `fit_job` and `infer_job`
     model_factory=None, dls_factory=None, # What they make in the workers isn't sent
     training=True, # Send gradients, hooks and the optimizer's state
@@ -194,19 +188,19 @@ def snapshot(
     made = _model_for_factory(learn, training) if model_factory else None
     def send():
         with without_attrs(learn, 'dls', 'dl') if dls_factory else ExitStack():
-            root = root_of(learn, cbs, dl)
+            root = root_of(learn, dl)
             places = Places(root, left_out, loaders=loaders_of(root)).walk()
-        obj = dict(learn=learn, cbs=list(cbs), call=call, factories=(model_factory,dls_factory),
-                   made=made, edges=places.table())
+        obj = dict(learn=learn, call=call, factories=(model_factory,dls_factory), made=made,
+                   edges=places.table())
         # with a factory, the paths would lead to objects that aren't sent
-        named = {} if model_factory or dls_factory else _named_parts(learn, cbs)
+        named = {} if model_factory or dls_factory else _named_parts(learn)
         made_there = _without_made(learn, model_factory, dls_factory, training)
         try: return dump_snapshot(obj, named, made_there, with_grads=training,
                                   long_lists=places.long_lists(), **kwargs), places
         except NotPicklable as e:
             e.factory = next((f for o,f in _FACTORIES.items() if e.path.startswith(o)), '')
             raise
-    with _without_last_loop(learn, dl): return sent_with_less(learn, all_cbs(learn, cbs), send)
+    with _without_last_loop(learn, dl): return sent_with_less(learn, learn.cbs, send)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #5e6882db
 def _new_dls(factory):
@@ -256,14 +250,14 @@ def unpack(
     obj, # What `snapshot` has pickled: a dict
     device # Of this rank
 ):
-    "Return `(learner, callbacks of the fit, call)` of a snapshot, ready to train on `device`."
+    "Return `(learner, call)` of a snapshot, ready to train on `device`."
     learn = obj['learn']
     model_factory,dls_factory = obj['factories']
     if dls_factory: learn.dls = _new_dls(dls_factory)
     if model_factory: _new_model(learn, model_factory, obj['made'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
     place(learn, device)
-    return learn, obj['cbs'], obj['call']
+    return learn, obj['call']
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #f76c7a78
 class Changes:
@@ -297,7 +291,7 @@ class Changes:
         extra = dict(rng=rng, new_tensors=new)
         return dump_changes(self.notes, extra, grads if weights else None)
 
-ROOT = 'learn','cbs','dl','learn.dls','learn.logger'       # how users call the items of `root_of`
+ROOT = 'learn','dl','learn.dls','learn.logger'       # how users call the items of `root_of`
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #e3966ed4
 def home_of(learn):
@@ -334,18 +328,18 @@ def twin(
     device='cpu' # Of the copy
 ):
     "Return a `Twin`. The datasets are shared, not copied."
-    root = root_of(learn, ())
-    root[1],root[3] = call,[*learn.dls.loaders]
+    root = [*root_of(learn), call]
+    root[2] = [*learn.dls.loaders]
     try:
         with _without_last_loop(learn, None):
             here = Places(root, left_out, loaders=loaders_of(root)).walk()
             copied = deep_copy(root, _datasets(learn), device)
     except Exception:
-        snapshot(learn, (), call)       # raises an error that names what can't be copied
+        snapshot(learn, call)       # raises an error that names what can't be copied
         raise
     place(copied[0], device)
-    copied[3] = [*copied[0].dls.loaders]
-    return Twin(*copied[:2], here, Places(copied).find((here.edges, here.closed)))
+    copied[2] = [*copied[0].dls.loaders]
+    return Twin(copied[0], copied[-1], here, Places(copied).find((here.edges, here.closed)))
 
 def copy_of(learn):
     """Return a copy of `learn` on its device, without callbacks that write, log or show progress.
@@ -394,13 +388,13 @@ class SavedGraph(NamedTuple):
     graph:tuple         # `(meta, buffers)` of the graph
     changes:tuple       # `(meta, buffers)` of `Changes.capture` that came after it, or None
     @classmethod
-    def of(cls, learn, cbs, changes=None,
+    def of(cls, learn, changes=None,
         places=None # The places to whose numbers `changes` refer
     ):
         """Return the graph as it is now, with `changes`. The buffers are the memory of the learner:
         copy them, or write them to a file"""
         with _without_last_loop(learn, None):
-            root = root_of(learn, cbs)
+            root = root_of(learn)
             if places is None: places = Places(root, left_out, loaders=loaders_of(root)).walk()
             numbers = places.numbers
             data = {id(o):numbers[id(o)] for o in _datasets(learn) if id(o) in numbers}
@@ -412,7 +406,7 @@ class SavedGraph(NamedTuple):
             try: payload = dump(obj, data, blank=blank)
             except Exception:
                 settings.checks = True      # of own modules, each variable by itself
-                with without_unsent(learn, all_cbs(learn, cbs)):
+                with without_unsent(learn, learn.cbs):
                     payload = dump(obj, data, blank=blank)
             # the table can be read without the graph, which it takes to load that
             meta = pickle.dumps((payload.meta, places.table()))
@@ -420,10 +414,10 @@ class SavedGraph(NamedTuple):
     def copy(self):
         "Return a copy that the learner and the workers don't write to"
         return SavedGraph(*(o and Payload(*o).copied() for o in self))
-    def restore(self, learn, cbs):
+    def restore(self, learn):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
-        known = Places(root_of(learn, cbs)).find(edges).objects
+        known = Places(root_of(learn)).find(edges).objects
         home = home_of(learn)
         # where tensors go that the learner lacks
         device = home if is_accelerator(home) else None
@@ -432,7 +426,7 @@ class SavedGraph(NamedTuple):
         # a path is no state: that of the fit may be read-only by now, or another machine's
         vars(obj['root'][0]).update(path=learn.path, model_dir=learn.model_dir)
         with _callbacks_of(obj['root'][0], learn):
-            own,theirs = [Places(o).find(edges) for o in (root_of(learn, cbs), obj['root'])]
+            own,theirs = [Places(o).find(edges) for o in (root_of(learn), obj['root'])]
             rng = obj['rng']
             if self.changes is not None:
                 came = whole_storages(*self.changes, theirs.objects).values()

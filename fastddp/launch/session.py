@@ -277,15 +277,20 @@ class BaseSession:
             has_trained = rank0['first_batch_at'] is not None and rank0['seconds']
             if has_trained: self.print_summary(call, rank0)
     @contextmanager
-    def showing_lines(self, call):
-        """Context around `call` that hides our lines if the learner wants none, and tells where an
-        interrupt stopped it; raises `CantDistribute` while another thread's call runs"""
+    def in_one_thread(self):
+        "Context manager of a call; raises `CantDistribute` while another thread's call runs"
         if not self.calling.acquire(blocking=False):
             raise CantDistribute("Another thread has this learner on workers (a call in a "
                                  "distrib_ctx block, or a learn.distrib_* call), and no other call "
                                  "can run beside it. Wait until it ends; learn.distrib_stop() "
                                  "stops it.")
-        with suppress_lines(self.quiet()), self._stoppable():
+        try: yield
+        finally: self.calling.release()
+    @contextmanager
+    def showing_lines(self, call):
+        """Context around `call` that hides our lines if the learner wants none, and tells where an
+        interrupt stopped it; raises `CantDistribute` while another thread's call runs"""
+        with self.in_one_thread(), suppress_lines(self.quiet()), self._stoppable():
             try: yield
             except KeyboardInterrupt as e:
                 end_line()
@@ -294,7 +299,6 @@ class BaseSession:
                 print_line(f"Stopped{f' in {where}' if where else ''}. learn {kept}")
                 shorten_traceback(e)
                 raise
-            finally: self.calling.release()
     @contextmanager
     def _stoppable(self):
         "Context manager of a call that `stop` stops, also in a thread, which Ctrl-C doesn't reach"

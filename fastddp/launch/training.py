@@ -41,16 +41,13 @@ def finds_lr(cbs):
 
 # %% ../../nbs/launch/512_training.ipynb #8c1f5be2
 def enough_epochs(
-    asked, # Arguments of a fit by name
-    cbs, # Its callbacks
+    n_epoch, cbs, # Epochs and callbacks of a fit
     steps # Per epoch, of all ranks
 ):
-    "Return `asked` with as many epochs, `n_epoch`, as an `lr_find` needs for its steps"
+    "Return `n_epoch`, or as many as an `lr_find` needs for its steps"
     # the attributes of fastai 2, then of fastai 1
     n_steps = [getattr(cb, 'num_it', 0) or cb.sched.n_iter for cb in cbs if finds_lr([cb])]
-    n_epoch = asked.get('n_epoch')      # a `fit` of the user's may have no such argument
-    if n_epoch is None or not n_steps: return asked
-    return asked | dict(n_epoch=max(n_epoch, math.ceil(max(n_steps)/(steps or 1))))
+    return max(n_epoch, math.ceil(max(n_steps, default=0)/(steps or 1)))
 
 # %% ../../nbs/launch/512_training.ipynb #958b4b68
 # Classes of callbacks that write files, log to servers or draw: in fastai 2, then in fastai v1
