@@ -15,9 +15,9 @@ import numpy as np, torch
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
+from .own import is_own_module
 from .reducers import HOOKS, is_handle, is_named_by_library
 from ..base.errors import made_in_python
-from ..base.failure import is_user_file
 from ..base.rng import generator_state, set_generator
 
 # %% ../../nbs/payload/106_kinds.ipynb #5cb3634e
@@ -125,16 +125,6 @@ class Attributes(Kind):
 def _slots(o): return copyreg._slotnames(type(o)) or ()
 
 # %% ../../nbs/payload/106_kinds.ipynb #41a85b69
-_is_user_file = functools.cache(is_user_file)
-
-def is_own_module(module):
-    "True for a module of the user's own folder, such as `utils.py` beside the notebook"
-    if type(module) is not types.ModuleType or module.__name__ in ('__main__','__mp_main__'):
-        return False
-    if module.__name__.partition('.')[0] in sys.stdlib_module_names: return False
-    file = getattr(module, '__file__', None)
-    return bool(file) and sys.modules.get(module.__name__) is module and _is_user_file(file)
-
 def is_own(o):
     """True for a class or function of a cell, of a module of the user's own, or of one that this
     process hasn't: it was pickled by value"""
@@ -180,19 +170,21 @@ class Class(Kind):
 
 @functools.lru_cache(10_000)
 def _libraries_with(name, n_modules):
-    "Return the variables of the modules that have one of this name, without the user's modules"
-    return [vars(m) for k,m in sys.modules.copy().items() if k not in ('__main__','__mp_main__')
+    """Return `(name, variables)` of the modules that have one of this name, without the user's
+    modules"""
+    return [(k, vars(m)) for k,m in sys.modules.copy().items() if k not in ('__main__','__mp_main__')
             and name in getattr(m, '__dict__', ()) and not is_own_module(m)]
 
-def _is_imported(name, v):
-    "True for an object that a module has from a library, where it has the same name"
-    return any(o.get(name) is v for o in _libraries_with(name, len(sys.modules)))
+def imported_from(name, v):
+    "Return the name of a library's module that has this object under this name, or None"
+    found = (k for k,o in _libraries_with(name, len(sys.modules)) if o.get(name) is v)
+    return next(found, None)
 
 class Module(Kind):
     "The variables of a module of the user's"
     def attrs(self, module):
         return {k:v for k,v in vars(module).items() if not k.startswith('__')
-                and (is_value(v) or kind(v) is None or not _is_imported(k, v))}
+                and (is_value(v) or kind(v) is None or not imported_from(k, v))}
 
 # %% ../../nbs/payload/106_kinds.ipynb #76d042dd
 def _builtin(o, *types): return next(c for c in type(o).__mro__ if c in types)
@@ -415,7 +407,7 @@ def kind(o):
     cls = type(o)
     if cls in PLAIN: return None
     if cls is types.FunctionType: return FUNCTION if _is_read(o) else None
-    if cls is types.ModuleType: return MODULE if is_own_module(o) else None
+    if issubclass(cls, types.ModuleType): return MODULE if is_own_module(o) else None
     if issubclass(cls, type): return CLASS if is_own(o) else None
     found = _kind_of(cls)
     if found is OPAQUE: return STATE if _is_settable(o) else OPAQUE if not _is_by_name(o) else None

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/105_patches.ipynb #48937501
-import copy, enum, functools, importlib, marshal, operator, os, pathlib, sys, types, uuid
+import copy, enum, functools, importlib, marshal, operator, pathlib, sys, types, uuid
 import zlib
 from contextlib import suppress
 from itertools import chain
@@ -14,7 +14,13 @@ from typing import NamedTuple
 
 from fastddp.base.errors import made_in_python
 from fastddp.base.failure import is_user_file
-from fastddp.payload.pickling import dump, load
+from fastddp.payload.kinds import imported_from, is_value
+from fastddp.payload.own import (
+    INNER_FUNCTIONS, Row, classes_of, import_all, is_from_notebook, is_of_cell,
+    is_own_module, is_stand_in, rows_of, take_rows, this_process, written)
+from fastddp.payload import own
+from fastddp.payload.pickling import Pickler, dump, load
+from fastddp.payload.reducers import StandIn, attr_of
 
 # %% ../../nbs/payload/105_patches.ipynb #5c0ed202
 # Patches are the first item of each payload with a job:
@@ -48,21 +54,15 @@ class Patch(NamedTuple):
 
 # %% ../../nbs/payload/105_patches.ipynb #edecac81
 # Type of an attribute -> the names of the functions in it
-_INNER_FUNCTIONS = {property:('fget','fset','fdel'), staticmethod:('__func__',),
-                    classmethod:('__func__',), functools.partial:('func',)}
-
-def _is_from_notebook(f):
-    "Return True if `f` is a function or class that a cell of the notebook defined"
-    if isinstance(f, type): return f.__module__ == '__main__'
-    if type(f) is not types.FunctionType: return False
-    return f.__module__ == '__main__' or f.__globals__.get('__name__') == '__main__'
+_INNER_FUNCTIONS = {k:INNER_FUNCTIONS[k] for k in (property,staticmethod,classmethod,
+                                                   functools.partial)}
 
 def _select_function(v):
     "Select the attribute `v` if it is, or contains, a function of a cell"
     # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
     names = _INNER_FUNCTIONS.get(type(v))
     functions = [getattr(v, k) for k in names] if names else [v]
-    return v if any(map(_is_from_notebook, functions)) else None
+    return v if any(map(is_from_notebook, functions)) else None
 
 def _holds_own(v):
     "True for an object of a cell's class, or of one that holds a class or function of a cell"
@@ -70,7 +70,7 @@ def _holds_own(v):
     if not made_in_python(type(v)): return False
     try: attrs = object.__getattribute__(v, '__dict__')
     except AttributeError: return False
-    return any(map(_is_from_notebook, [*attrs.values()]))
+    return any(map(is_from_notebook, [*attrs.values()]))
 
 # %% ../../nbs/payload/105_patches.ipynb #e3ae3763
 def _select_from_plum(fn):
@@ -78,7 +78,7 @@ def _select_from_plum(fn):
     # Private in plum: lists of `(implementation, signature or None, precedence)`. Those in
     # `_pending` have been registered since the last call
     registered = [*fn._resolved, *fn._pending]
-    of_cells = [o for o in registered if _is_from_notebook(o[0])]
+    of_cells = [o for o in registered if is_from_notebook(o[0])]
     if not of_cells: return None
     # `methods` reads the annotations of those that are pending, and resolves them
     try: in_force = {id(method.implementation) for method in fn.methods}
@@ -98,7 +98,7 @@ def _select_from_typedispatch(fn):
     # Two levels of dicts: by the type of the first argument, then by that of the second. A cell
     # that ran again has replaced its implementation there
     registered = {f for by_type in fn.funcs.d.values() for f in by_type.d.values()}
-    of_cells = [(f,) for f in registered if _is_from_notebook(getattr(f, '__func__', f))]
+    of_cells = [(f,) for f in registered if is_from_notebook(getattr(f, '__func__', f))]
     return fn if len(of_cells) == len(registered) else of_cells or None
 
 # %% ../../nbs/payload/105_patches.ipynb #69e930de
@@ -131,22 +131,17 @@ def _register(owner, name, implementations):
     return undo
 
 # %% ../../nbs/payload/105_patches.ipynb #61fe5e7e
-_process_token = uuid.uuid4().hex   # two machines may have processes of the same pid
-
-# a forked process has the same token, and another pid
-def _this_process(): return _process_token,os.getpid()
-
 # Functions that undo the patches of the last payload, in the order of installation. They are called
 # in the opposite order: a later patch may have replaced an earlier one
 _undo = []
 
 def _install(
-    sender,     # `_this_process()` of the process that dumped the patches
+    sender,     # `this_process()` of the process that dumped the patches
     patches,    # A list of `Patch`
     setups=()   # Those of `setup`
 ):
     "Undo the patches of the last payload, and install these; called when `Patches` are loaded"
-    if sender == _this_process(): return        # the job runs in the notebook's process
+    if sender == this_process(): return        # the job runs in the notebook's process
     while _undo: _undo.pop()()
     for key,fn in setups:
         if key in _done: continue
@@ -162,9 +157,65 @@ def _owner(module, cls):
     owner = importlib.import_module(module)
     return operator.attrgetter(cls)(owner) if cls else owner
 
+class Own(NamedTuple):
+    "What a payload has of the modules of one's own, as the last search found them"
+    modules:list        # All of them
+    changes:list        # A list of `Patch`
+    objects:dict        # What is no module, but in `sys.modules` by this name
+    def items(self,
+        checks=False # True: leave out what can't be pickled. As of `Settings`
+    ):
+        "Return what comes before, and what behind the libraries' patches"
+        rows = rows_of(self.modules, _pack)
+        rows |= {k:Row(None, None, _packed(v, k)) for k,v in self.objects.items()
+                 if can_be_pickled(v)}
+        me = this_process()
+        return StandIn(take_rows, me, rows),StandIn(_change, me, self.changes)
+
+_OF_IMPORT = {'__name__','__builtins__','__spec__','__loader__','__cached__','__file__','__path__'}
+
+def _pack(module):
+    "Return what a module holds, as a pickle of its own: what can't be pickled is left out"
+    attrs = {}
+    for k,v in vars(module).copy().items():
+        if k in _OF_IMPORT or not k.isidentifier(): continue
+        library = None if is_value(v) else imported_from(k, v)
+        attrs[k] = StandIn(attr_of, library, k) if library else v
+    name = module.__name__
+    try: return _packed((type(module), attrs), name)
+    except Exception:
+        kept = {k:v for k,v in attrs.items() if can_be_pickled(v, _pickler_of(name))}
+        return _packed((type(module), kept), name)
+
+def _packed(o, name):
+    payload = dump(o, pickler=_pickler_of(name))
+    return payload.meta,tuple(map(bytes, payload.buffers))
+
+def _pickler_of(name): return type('ModulePickler', (Pickler,), dict(packed=name))
+
+def _unpack(packed):
+    meta,buffers = packed
+    return load(meta, [*map(bytearray, buffers)], home=vars(sys.modules['__main__']))
+
+own.unpack = _unpack
+
+def can_be_pickled(v, pickler=None):
+    try: dump(v, pickler=pickler)
+    except Exception: return False
+    return True
+
+def _change(sender, changes):
+    "In a worker: make the changes to modules of one's own, until the next payload"
+    if not changes or sender == this_process(): return
+    import_all()
+    for o in changes:
+        # what can't be imported here fails where it is used
+        with suppress(ImportError,AttributeError):
+            _undo.append(_set_attribute(_owner(o.module, o.cls), o.name, o.value))
+
 class Patches(list):
     "A list of `Patch`. Another process that unpickles it installs them, and gets None in its place"
-    def __reduce__(self): return _install, (_this_process(), list(self), [*_setups.values()])
+    def __reduce__(self): return _install, (this_process(), list(self), [*_setups.values()])
     def roots(self):
         "Return `{words for a patch: its value}`, to say which patch can't be pickled"
         return {f"the patch {o.cls or o.module}.{o.name}":o.value for o in self}
@@ -214,7 +265,7 @@ def _has_same(views, values):
 def _search(module, path, owner, selectors):
     "Return the `_Searched` of a module or class, which is named by `module` and `path`"
     attrs = vars(owner).copy()
-    # Nearly all attributes are functions of libraries. The condition of `_is_from_notebook` leaves
+    # Nearly all attributes are functions of libraries. The condition of `is_from_notebook` leaves
     # them out here: to call it for each of 100,000 would take three times as long
     function = types.FunctionType
     candidates = [(name,v) for name,v in attrs.items() if type(v) in selectors and (
@@ -246,9 +297,10 @@ _OF_TORCH = tuple(f'torch.{k}' for k in ('nn','optim','utils.data','_tensor','se
 
 @functools.cache
 def _is_searched(module, file):
-    "True for a public module of a library; variables of the user's own modules go by `settings`"
+    "True for a public module of a library, and for one's own, whose variables go by `settings`"
     package,*path = module.split('.')
-    if package in _LEFT_OUT or file and is_user_file(file): return False
+    if package in _LEFT_OUT: return False
+    if file and is_user_file(file): return True
     if package == 'torch': return not path or module.startswith(_OF_TORCH)
     return not any(o.startswith('_') for o in path)
 
@@ -259,34 +311,64 @@ class _Package(NamedTuple):
     candidates:list     # `(module, path, attribute, value)` of all these
     views:list          # Of the values of their attributes, which follow changes
     values:list         # All these values
+    own:list            # The modules of one's own among them
 
 _packages = {}      # name -> `_Package`
 
 def _namespaces(selectors):
     "Bring `_packages` up to date with all modules of libraries and their classes, and return it"
-    found = {}
+    found,objects = {},{}
     # a copy: another thread, or the garbage collector, may import a module meanwhile
     for name,module in sys.modules.copy().items():
         is_module = issubclass(type(module), types.ModuleType)
         if is_module and _is_searched(name, vars(module).get('__file__')):
             found.setdefault(name.partition('.')[0], []).append((name,module))
+        elif not is_module and is_stand_in(name): objects[name] = module
+    _objects.clear()
+    _objects.update(objects)
     for package in _packages.keys() | found:
         last,modules = _packages.get(package),found.get(package, [])
         # that `selectors` may have more types than in the last search makes no difference: a type
         # is imported before its objects
         if last and last.modules == modules and _has_same(last.views, last.values): continue
         now = {}        # key -> `_Searched`
+        ours = [module for _,module in modules if is_own_module(module)]
         for name,module in modules:
+            if module in ours:
+                now.update(_search_own(name, module))
+                continue
             now[name,None] = _search(name, None, module, selectors)
             for path,cls in now[name,None].classes:
                 now[name,path] = _search(name, path, cls, selectors)
         views = [vars(o.owner).values() for o in now.values()]
         values = [*chain.from_iterable(o.values for o in now.values())]
         candidates = [(*key, *pair) for key,o in now.items() for pair in o.candidates]
-        _packages[package] = _Package(modules, now, candidates, views, values)
+        _packages[package] = _Package(modules, now, candidates, views, values, ours)
     return _packages
 
+def _search_own(name, module):
+    "Return `{key: _Searched}` of a module of one's own: what its import doesn't make"
+    res = {}
+    if written(module).code is None: return {(name,None):_Searched(module, [], [], [])}
+    for path,owner in [(None, module), *classes_of(module)]:
+        attrs = vars(owner).copy()
+        changed = [(k, Changed(v)) for k,v in attrs.items() if is_of_cell(v)]
+        res[name,path] = _Searched(owner, [*attrs.values()], changed, [])
+    return res
+
+class Changed(NamedTuple):
+    "An attribute of a module of one's own that a cell has made"
+    value:object
+
 def _itself(v): return v
+
+_objects = {}       # as of `Own`
+
+def own_code():
+    "Return the `Own` that the last search found"
+    changes = [Patch(*where, v.value) for p in _packages.values() for *where,v in p.candidates
+               if type(v) is Changed]
+    return Own([module for p in _packages.values() for module in p.own], changes, dict(_objects))
 
 def collect_patches():
     "Return the `Patches` that cells have made to libraries"
@@ -295,7 +377,7 @@ def collect_patches():
     done = {}       # id -> attribute that needn't be looked at again; it keeps the id unique
     found = [o for p in _namespaces(selectors).values() for o in p.candidates]
     for module,path,name,v in found:
-        if id(v) in done: continue
+        if id(v) in done or type(v) is Changed: continue
         # anew in each search: cells may have registered something meanwhile
         value = selectors.get(type(v), _itself)(v)
         if value is not None: res.append(Patch(module, path, name, value))

@@ -54,6 +54,7 @@ class Pickler(cloudpickle.Pickler):
     # loads it on the learner's GPU. False: as 'cuda:1', where the notebook has it
     to_notebook = False
     with_grads = True       # False: tensors are pickled without gradients and hooks
+    packed = None           # name of the module that is pickled by value
     blank = ()              # addresses in C of storages whose bytes are left out
     def __init__(self,
         file, # Is written to
@@ -159,7 +160,7 @@ def _make_class(meta, name, bases, *args):
     have set is. Without them an inherited `__init_subclass__` may fail: then it isn't called"""
     make = partial(cloudpickle._make_skeleton_class, meta, name, bases, *args)
     try: return make()
-    except TypeError:
+    except Exception:
         owners = [c for b in bases for c in b.__mro__
                   if c is not object and '__init_subclass__' in vars(c)]
         if not owners: raise

@@ -13,8 +13,9 @@ import cloudpickle
 
 from .kinds import (
     CONSTANT, DICT, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
-    are_values, attributes, is_own_module, kind)
+    are_values, attributes, kind)
 from .columns import holds_any, is_long
+from .own import is_own_module
 from .reducers import made_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3

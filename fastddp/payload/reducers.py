@@ -20,6 +20,7 @@ from torch.utils.hooks import RemovableHandle
 
 from ..base.device import OutOfMemory
 from ..base.errors import new_exception
+from .own import goes_by_value, has_no_code, is_own_module
 
 # %% ../../nbs/payload/090_reducers.ipynb #c1d4ee3d
 # `reduce(o, pickler)` returns what `__reduce__` of the object would: a function and its arguments,
@@ -98,6 +99,9 @@ def number_hooks_from(n): RemovableHandle.next_id = max(RemovableHandle.next_id,
 
 # before torch 2.1 there are no such types
 _REBUILD_UNTYPED = getattr(torch._utils, '_rebuild_tensor_v3', torch)
+
+@reduces(np.finfo)
+def _(info, pickler): return np.finfo, (info.dtype,)
 
 def load_untyped(storage, offset, shape, strides, requires_grad, hooks, dtype, *more):
     "As torch's `_rebuild_tensor_v3`, of float8 and large unsigned integers, for an untyped storage"
@@ -226,7 +230,7 @@ def load_storage(
 # %% ../../nbs/payload/090_reducers.ipynb #f2224bc4
 def _reduce_definition(o, pickler):
     "Reduce a function or class as cloudpickle does; note it if that is by value"
-    reduced = cloudpickle.Pickler.reducer_override(pickler, o)
+    reduced = _reduce_by_cloudpickle(o, pickler)
     # what is made by value has a state; a class of Python's own is named by a call: `type(None)`
     if isinstance(reduced, tuple) and len(reduced) > 2:
         pickler.definitions.append(o)
@@ -236,6 +240,12 @@ def _reduce_definition(o, pickler):
             _keep_slots(o, reduced[1], reduced[2])
     else: pickler.named.append(o)
     return reduced
+
+def _reduce_by_cloudpickle(o, pickler):
+    if pickler.to_notebook or not goes_by_value(o, pickler.packed):
+        return cloudpickle.Pickler.reducer_override(pickler, o)
+    if not isinstance(o, type): return pickler._dynamic_function_reduce(o)
+    return cloudpickle._dynamic_class_reduce(o)
 
 def _keep_slots(
     cls, # A class with `__slots__`
@@ -281,10 +291,11 @@ def _(f, pickler):
     if _seems_of_library(f):
         return pickler._dynamic_function_reduce(f)
     if not _is_of_library(f): return _reduce_definition(f, pickler)
-    reduced = cloudpickle.Pickler.reducer_override(pickler, f)
+    reduced = _reduce_by_cloudpickle(f, pickler)
     if not isinstance(reduced, tuple):      # by name
         pickler.named.append(f)
         return reduced
+    pickler.definitions.append(f)
     make,args,state = reduced[:3]
     code,_,*rest = args         # the second one are the globals; `slots` has them, too
     attrs,slots = state
@@ -300,8 +311,9 @@ def _is_of_library(f):
     "True if `f` uses the globals of a module that a worker can import, and isn't a nested function"
     module = sys.modules.get(f.__globals__.get('__name__'))     # numpy sets another `__module__`
     if getattr(module, '__dict__', None) is not f.__globals__: return False
-    if module.__name__ == '__main__' or module.__spec__ is None: return False
-    return '<locals>' not in f.__qualname__
+    if module.__name__ == '__main__': return False
+    if module.__spec__ is None and not is_own_module(module): return False
+    return '<locals>' not in f.__qualname__ or is_own_module(module)
 
 def _load_library_function(make, module, code, *args):
     return make(code, vars(importlib.import_module(module)), *args)
@@ -344,7 +356,7 @@ def with_empty_cache(f, parameters): return functools.lru_cache(**parameters)(f)
 
 def is_named_by_library(o):
     module = sys.modules.get(o.__module__)
-    if module is None or o.__module__ == '__main__': return False
+    if module is None or o.__module__ == '__main__' or has_no_code(module): return False
     try: return operator.attrgetter(getattr(o, '__qualname__', o.__name__))(module) is o
     except AttributeError: return False
 

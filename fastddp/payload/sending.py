@@ -11,7 +11,7 @@ from contextlib import ExitStack
 from ..base.errors import NotPicklable
 from ..base.rng import CommonRNG
 from .blame import not_picklable
-from .patches import collect_patches
+from .patches import collect_patches, own_code
 from .pickling import dump, without_frames
 from .reducers import NextHook
 from .settings import Settings
@@ -49,15 +49,20 @@ def dump_with_patches(
 ):
     "As `dump_or_blame`, with the notebook's patches, which a worker installs before it loads `obj`"
     patches = collect_patches()
-    roots = roots | patches.roots()
-    obj = dict(patches=patches, next_hook=NextHook(), **obj)
-    if not with_settings: return dump_or_blame(obj, roots, **kwargs)
+    own = own_code()
+    roots = roots | patches.roots() | {f"the patch {o.cls or o.module}.{o.name}":o.value
+                                       for o in own.changes}
     settings = Settings()
-    obj = dict(obj, settings=settings)
-    try: return dump(obj, **kwargs)
+    def all_items(checks=False):
+        rows,changes = own.items(checks)
+        res = dict(own_rows=rows, patches=patches, own_changes=changes, next_hook=NextHook(), **obj)
+        settings.checks = checks
+        return dict(res, settings=settings) if with_settings else res
+    try: return dump(all_items(), **kwargs)
     except KeyboardInterrupt: raise
-    except BaseException: settings.checks = True        # of own modules, each variable by itself
-    return dump_or_blame(obj, roots, **kwargs)
+    except BaseException: pass
+    # of own modules, each variable by itself
+    return dump_or_blame(all_items(checks=True), roots, **kwargs)
 
 # %% ../../nbs/payload/111_sending.ipynb #54d40390
 def dump_snapshot(

@@ -6,15 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08003
-import pickle, sys, types
+import operator, pickle, sys, types
 from contextlib import suppress
 from enum import EnumMeta
 
 import numpy as np, torch
 
-from .kinds import is_equal, is_own_module, is_value, kind
-from .patches import FLAGS, _owner, _this_process
-from .pickling import dump
+from .kinds import is_equal, is_value, kind
+from .own import INNER_FUNCTIONS, classes_of, functions_in, is_code, is_own_module, is_variable, this_process
+from .patches import FLAGS, _owner, can_be_pickled
 from .reducers import reduces
 
 # %% ../../nbs/payload/110_settings.ipynb #e1d08006
@@ -52,8 +52,9 @@ _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
 def is_data(v):
     "True for a value that is sent to the workers"
     if isinstance(v, _NOT_DATA): return False
-    is_of_cell = type(v).__module__ == '__main__'
-    return is_of_cell or not callable(v) or isinstance(v, torch.nn.Module)
+    name = type(v).__module__
+    is_own = name == '__main__' or is_own_module(sys.modules.get(name))
+    return is_own or not callable(v) or isinstance(v, torch.nn.Module)
 
 def settings_of(o # A class or module
 ):
@@ -127,19 +128,35 @@ def own_modules(named # Classes, functions and modules
     return [*res.values()]
 
 def definitions_of(module):
-    "Return the module, and the classes and functions that it defines"
-    return [module, *(v for k,v in vars(module).copy().items()
-                      if isinstance(v, (type,types.FunctionType)) and v.__qualname__ == k
-                      and v.__module__ == module.__name__ and not isinstance(v, EnumMeta))]
+    "Return `{qualified name: object}` of the classes and functions that a module defines; '': itself"
+    functions = {k:v for k,v in vars(module).copy().items() if isinstance(v, types.FunctionType)
+                 and v.__qualname__ == k and v.__module__ == module.__name__}
+    classes = {k:cls for k,cls in classes_of(module) if not isinstance(cls, EnumMeta)}
+    return {'':module, **functions, **classes}
 
-def own_variables(o # A module, or a class or function of one
+_sent = {}          # id of a module or class -> (its values, names of those that are sent)
+
+def own_variables(module, path, o # An item of `definitions_of`
 ):
     "Return `{name: value}` of the variables that are sent to the workers"
     def is_sent(name, v):
         if type(name) is tuple or name.startswith('_abc_') or name in FLAGS: return False
+        if is_code(v): return is_variable(module, f'{path}.{name}' if path else name, v)
         is_array = isinstance(v, (torch.Tensor,np.ndarray))
         return is_data(v) and not (is_array and v.nbytes > _MAX_OWN_BYTES)
-    return {name:v for name,v in kind(o).attrs(o).items() if is_sent(name, v)}
+    if isinstance(o, types.FunctionType):
+        return {k:v for k,v in kind(o).attrs(o).items() if v is not None and is_sent(k, v)}
+    # to look at each of the thousand names of `import *` takes long
+    attrs = vars(o).copy()
+    # autoreload gives functions other code in place
+    made = [v for v in attrs.values() if type(v) in INNER_FUNCTIONS
+            or type(v) is types.FunctionType and v.__globals__ is vars(module)]
+    now = [*attrs.values(), *(f.__code__ for v in made for f in functions_in(v))]
+    values,names = _sent.get(id(o), ((),()))
+    if len(now) != len(values) or not all(map(operator.is_, now, values)):
+        names = [k for k,v in kind(o).attrs(o).items() if is_sent(k, v)]
+        _sent[id(o)] = now,names
+    return {k:attrs[k] for k in names if k in attrs}
 
 def set_own_variables(o, values):
     "Set what `own_variables` returned in another process"
@@ -158,20 +175,18 @@ class Settings:
 
 @reduces(Settings)
 def _(settings, pickler):
-    modules = own_modules(pickler.named)
-    own = {id(o):(o, own_variables(o)) for module in modules for o in definitions_of(module)}
-    rows = [(o, values) for o,values in own.values() if values]
+    modules = own_modules(pickler.named + pickler.definitions)
+    rows = [(module.__name__, path, own_variables(module, path, o))
+            for module in modules for path,o in definitions_of(module).items()]
+    rows = [row for row in rows if row[-1]]
     if settings.checks:
-        rows = [(o, {k:v for k,v in values.items() if _can_be_pickled(v)}) for o,values in rows]
-    return _load_settings, (_this_process(), library_settings(pickler.named), rows)
+        rows = [(*where, {k:v for k,v in values.items() if _is_sendable(v)})
+                for *where,values in rows]
+    return _load_settings, (this_process(), library_settings(pickler.named), rows)
 
-def _can_be_pickled(v):
-    if is_plain(v): return True
-    try: dump(v)
-    except Exception: return False
-    return True
+def _is_sendable(v): return is_plain(v) or can_be_pickled(v)
 
 def _load_settings(sender, libraries, own):
-    if sender == _this_process(): return    # the job runs in the notebook's process
+    if sender == this_process(): return    # the job runs in the notebook's process
     set_library_settings(libraries)
-    for o,values in own: set_own_variables(o, values)
+    for module,path,values in own: set_own_variables(_owner(module, path), values)
