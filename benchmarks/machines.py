@@ -1,12 +1,13 @@
-"""What several machines cost, on a Ray cluster of this machine and one made of a network namespace (tests/ray_cluster.py;
-needs root and Ray).
+"""What several machines cost, on a Ray cluster of this machine and one made of a network namespace
+(tests/ray_cluster.py; needs root and Ray).
 
 `call`: seconds from the call of a fit to the end of rank 0's first step, in a block whose actors and workers run,
 against the same in a block on this machine, by as many ranks, in turns. The data is small (128 KB); what more of it
 adds is in `bytes`. Budget: 0.5 s and the shipping.
 
 `bytes`: what a fit of one step sends for S bytes of data, to 2 x 2 ranks: the bytes that the other machine's card
-receives, in multiples of S, what the ranks say to each other (weights at the start, gradients) among them. Budget: 1.05.
+receives, in multiples of S, what the ranks say to each other (weights at the start, gradients) among them. Budget:
+1.05.
 
 `steps`: seconds per training step against a hand-written DDP script under `torchrun --nnodes 2` on two namespaces
 (cases, clock and script: throughput.py), one thread per rank. Goal: 0.97 of the script's steps per second. "Kept" is

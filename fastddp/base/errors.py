@@ -239,9 +239,10 @@ class CantDistribute(ValueError):
         return [*user_lines(frames, around=0), *wrapped(message.splitlines())]
 
 # what used to run on several machines
-HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. `pip install 'fastddp[ray]'` "
-                 "on each, `ray start --head` on this one, `ray start --address=` with the address "
-                 "that it prints on the others, and launcher=Ray().")
+HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. "
+                 "`pip install 'fastddp[ray]'` on each, `ray start --head` on this one, "
+                 "`ray start --address=` with the address that it prints on the others, and "
+                 "launcher=Ray().")
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
 # Classes of the standard library, and how a worker opens what the notebook has opened

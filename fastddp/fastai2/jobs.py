@@ -232,8 +232,8 @@ def _train(ctx, noted, learn,
         raise
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #a9306665
-# What the notebook sends `fit_job` as `call`, beside the learner, as it is when fastai's `fit` calls
-# `_with_events`: with its callbacks, an optimizer, rates, and `n_epoch`
+# What the notebook sends `fit_job` as `call`, beside the learner, as it is when fastai's `fit`
+# calls `_with_events`: with its callbacks, an optimizer, rates, and `n_epoch`
 #
 #     options         of `distributed`
 #     loop            `f`, `ex` and `final` of this call

@@ -152,8 +152,8 @@ def distrib_report(self:Learner):
 
 # %% ../../nbs/fastai2/727_session.ipynb #b1593198
 class Session(BaseSession):
-    """A `distrib_ctx` block of a fastai 2 learner. For the time of the block it overrides methods of
-    the learner:
+    """A `distrib_ctx` block of a fastai 2 learner. For the time of the block it overrides methods
+    of the learner:
 
         fit                 fit             notes the user's call, and makes it in the notebook
         _with_events        with_events     which fastai's `fit` ends with: runs a fit on workers
@@ -219,8 +219,8 @@ class Session(BaseSession):
         if self.dls_factory: return None
         return step_sizes(self.learn.dls.loaders[0], self.n, self.options['batch'])
     def fit(self, *args, **kwargs):
-        """Call the `fit` of the learner's class, in this process. It may be the user's, or patched by
-        a library; fastai's comes to `with_events`"""
+        """Call the `fit` of the learner's class, in this process. It may be the user's, or patched
+        by a library; fastai's comes to `with_events`"""
         learn = self.learn
         # in a block the user may call `learn.fit` itself; else the fit is one of an outer call
         with (self.in_one_thread(),      # another one would set what the fit that runs has
@@ -241,8 +241,8 @@ class Session(BaseSession):
         "Give the learner the optimizer that it had when `fit` was called, which may make another"
         if self.opts: self.learn.opt = self.opts[-1]
     def with_events(self, f, event_type, ex, final=noop):
-        """Run a fit on the workers; afterwards the learner is as after a local one. Other events are
-        those of the learner's class."""
+        """Run a fit on the workers; afterwards the learner is as after a local one. Other events
+        are those of the learner's class."""
         learn = self.learn
         if event_type != 'fit': return self.plain('_with_events')(f, event_type, ex, final)
         with UserCall('fit', (learn.n_epoch,), {}, self.asked).running(learn) as user_call:

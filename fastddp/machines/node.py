@@ -139,8 +139,8 @@ class Node:
         "Call a method of the workers: 'ask_stop' or 'ask_stacks'"
         with self.lock: getattr(self.workers, what)(*args)
     def poll(self, seconds=.2):
-        """Wait for news, at most so long, and return `(news, logs, heartbeats, payloads)`; None once
-        it is closed"""
+        """Wait for news, at most so long, and return `(news, logs, heartbeats, payloads)`; None
+        once it is closed"""
         self.heard_at = time.monotonic()
         end,news = self.heard_at+seconds,[]
         while not (news or self.is_closed) and time.monotonic() < end:
@@ -158,7 +158,8 @@ class Node:
             block,packed = workers.latest[r,kind]
             payloads[r,kind] = packed,ray.put([*map(as_array, block.read(packed))])
         logs = {r:data for r in workers.ranks if (data := self._new_log(r))}
-        beats = {r:beat for r in workers.ranks if (beat := workers.beat(r)) != self.sent_beats.get(r)}
+        beats = {r:workers.beat(r) for r in workers.ranks}
+        beats = {r:beat for r,beat in beats.items() if beat != self.sent_beats.get(r)}
         self.sent_beats |= beats
         return news, logs, beats, payloads
     def _new_log(self, r):

@@ -29,8 +29,8 @@ from ..process.workers import Heartbeat
 from .node import Node, as_array, run_on_node, versions, write_files
 
 # %% ../../nbs/machines/611_ray.ipynb #87f4f874
-# The sections: joining the cluster (`connect`); what to reserve (`bundles_for`); what is sent of the
-# notebook's process; the workers of all machines (`RemoteWorkers`); the engine (`Ray`)
+# The sections: joining the cluster (`connect`); what to reserve (`bundles_for`); what is sent of
+# the notebook's process; the workers of all machines (`RemoteWorkers`); the engine (`Ray`)
 
 _NODE = 'node:'     # Ray gives each machine a resource of this name and its address
 
@@ -218,7 +218,8 @@ class RemoteWorkers:
                 self._inbox.put((m, *report, payloads))
         except ray.exceptions.GetTimeoutError:
             self._inbox.put((m, f"no message from {m.name} for {self.link_timeout:g} s"))
-        except Exception as e: self._inbox.put((m, f"{m.name} was lost: {cause_of(e).partition('. ')[0]}"))
+        except Exception as e:
+            self._inbox.put((m, f"{m.name} was lost: {cause_of(e).partition('. ')[0]}"))
     def poll(self, timeout):
         "As `Workers.poll`; if a machine is lost, its ranks are reported dead"
         news = []
@@ -244,7 +245,8 @@ class RemoteWorkers:
                 for r,what,*o in news]
     def submit(self, m, *args):
         "Send a job to one machine; `args` as of `Node.submit`"
-        env = {o: os.environ.get(o) or m.facts['card'] for o in ('GLOO_SOCKET_IFNAME','NCCL_SOCKET_IFNAME')}
+        env = {f'{o}_SOCKET_IFNAME': os.environ.get(f'{o}_SOCKET_IFNAME') or m.facts['card']
+               for o in ('GLOO','NCCL')}
         env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
         return m.actor.submit.remote(*args[:2], env, m.surroundings(), own_modules(), args[2])
     def host(self, r):
@@ -412,15 +414,17 @@ class Ray(WorkerLauncher):
         if wrong: return f"has {'; '.join(wrong)}; they have to be the same"
         visible = m.facts['gpus']
         if m.reserved_gpus and not visible:
-            return (f"Ray gave {m.reserved_gpus} GPU, and torch there finds none. Is it a torch for "
-                    "GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
+            return (f"Ray gave {m.reserved_gpus} GPU, and torch there finds none. Is it a torch "
+                    "for GPUs, and may it see them? Ray(gpus=0) takes the CPU.")
         m.facts['gpus'] = min(m.reserved_gpus, visible)
     def _count_ranks(self, m, nprocs):
-        "Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few GPUs"
+        """Return the number of ranks on the machine `m`; raise `CantDistribute` if it has too few
+        GPUs"""
         n_gpus = m.facts['gpus']
         # after a loss the machines that are left keep their ranks; Ray may add another one
         kept = self.excluded_names and self.rank_counts.get(m.name)     # of the last job
-        n = kept or self.per_node or (nprocs or 0)//len(self.machines) or (n_gpus if self.on_gpu else 1)
+        asked = self.per_node or (nprocs or 0)//len(self.machines)
+        n = kept or asked or (n_gpus if self.on_gpu else 1)
         if self.on_gpu and n > n_gpus:
             raise CantDistribute(
                 f"{m.name} has {n_gpus} GPUs, not {n}: one rank per GPU. Say per_node={n_gpus}.")
@@ -461,7 +465,8 @@ class Ray(WorkerLauncher):
         counts = [*self.rank_counts.values()]
         each = '+'.join(map(str, counts if len({*counts}) > 1 else counts[:1]))
         kind = ('GPU' if each == '1' else 'GPUs') if self.on_gpu else 'on the CPU'
-        return f"{several(len(counts), 'machine')} x {each} {kind}, {self._backend()} over {self.card}"
+        where = f"{several(len(counts), 'machine')} x {each} {kind}"
+        return f"{where}, {self._backend()} over {self.card}"
     def submit(self, job, nprocs, interrupts, mark):
         "Send each machine the job, with the `RankSpec` of each rank there"
         import ray
@@ -482,7 +487,8 @@ class Ray(WorkerLauncher):
             del payload
             self._all(asked)
     def _all(self, refs):
-        "Return what calls return, or stop to wait when a machine is lost, of which the monitor hears"
+        """Return what calls return, or stop to wait when a machine is lost, of which the monitor
+        hears"""
         import ray
         left = refs
         while left: _,left = ray.wait(left, timeout=.5)
@@ -538,5 +544,6 @@ class Ray(WorkerLauncher):
         found = self._all([m.actor.missing.remote(paths) for m in self.machines]) or []
         lines = [f"{m.name} doesn't have {', '.join(o)}" for m,o in zip(self.machines, found) if o]
         if lines:
-            lines.append("The items name these files: copy them there, to the same path, or mount it.")
+            lines.append("The items name these files: copy them there, to the same path, or mount "
+                         "it.")
             raise CantDistribute('\n'.join(lines))

@@ -2,9 +2,10 @@
 end of the last complete epoch in the learner; nothing left (conftest.py sees to that); the next fit works.
 
 `make test` runs a spread of it, `make test-faults` and `make test-all` the whole."""
-import os, warnings
+import os
 import pytest, torch
 from torch.utils.data import DataLoader
+from boot_fault import Boots
 from faults import Broken, OnDump, OneFault, OnLoad
 from fastai.data.core import DataLoaders
 from fastai.learner import Learner
@@ -32,11 +33,7 @@ LIMIT = 5.*max(1., os.getloadavg()[0]/(os.cpu_count() or 1))
 
 def faulty(what, place, rank, marker):
     "A learner to which `what` happens"
-    if place == 'starting':
-        from boot_fault import ORDER, Category
-        ORDER.write_text(f'{what},{rank},{marker}')
-        warnings.filterwarnings('ignore', category=Category)
-        return make_learner()
+    if place == 'starting': return make_learner()
     if place == 'loading the payload':
         learn = make_learner()
         learn.heavy = OnLoad(what, rank, str(marker))
@@ -45,17 +42,21 @@ def faulty(what, place, rank, marker):
     return make_learner(cbs=[OneFault(what, event, rank, epoch, batch, marker=str(marker))])
 
 
+def boots(what, place, rank, marker):
+    "Options of a call in which it happens before the job"
+    return dict(launcher=Boots(what, rank, str(marker))) if place == 'starting' else {}
+
+
 @pytest.mark.few(4)
 @pytest.mark.spread
 @pytest.mark.parametrize('what,place,rank', TABLE, ids=[f'{w}, {p}, rank {r}' for w, p, r in TABLE])
 def test_table(what, place, rank, tmp_path):
     marker = tmp_path/'fired'
     before = make_learner()
-    with warnings.catch_warnings():
-        learn = faulty(what, place, rank, marker)
-        learn.recorder.values = []
-        with pytest.raises((RankRaised, RankDied, GroupTimeout)) as caught:
-            learn.distrib_fit(2, nprocs=2, timeout=LIMIT if what == 'SIGSTOP' else 240.)
+    learn = faulty(what, place, rank, marker)
+    learn.recorder.values = []
+    with pytest.raises((RankRaised, RankDied, GroupTimeout)) as caught:
+        learn.distrib_fit(2, nprocs=2, timeout=LIMIT if what == 'SIGSTOP' else 240., **boots(what, place, rank, marker))
     err, text = caught.value, str(caught.value)
     assert marker.exists() and err.rank == rank, text
     if what in RAISED:
@@ -84,9 +85,8 @@ def test_table(what, place, rank, tmp_path):
 
 def test_a_start_whose_ranks_cant_connect_is_tried_again(tmp_path):
     "gloo fails so now and then on a busy machine"
-    with warnings.catch_warnings():
-        learn = faulty('connect', 'starting', 1, tmp_path/'fired')
-        learn.distrib_fit(1, nprocs=2)
+    learn = make_learner()
+    learn.distrib_fit(1, nprocs=2, **boots('connect', 'starting', 1, tmp_path/'fired'))
     assert (tmp_path/'fired').exists() and len(learn.recorder.values) == 1
 
 

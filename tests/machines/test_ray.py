@@ -8,8 +8,8 @@ from fastai.callback.tracker import SaveModelCallback
 from fastai.metrics import accuracy
 from faults import OneFault, Slow
 from parity import assert_same, fit_both, learner, seed, alone_like
-from ray_cluster import (Cluster, WarmRay, as_it_was, connected, gone, groups, needs_ray, ours, shared, skip_without_ray,
-                         wait_until, wait_until_free)
+from ray_cluster import (Cluster, WarmRay, as_it_was, connected, gone, groups, needs_ray, ours, shared,
+                         skip_without_ray, wait_until, wait_until_free)
 from test_interrupt import AfterThat, number, wait_for
 from two_hosts import leaves_nothing, leaves_nothing_at_last, net
 from fastddp.all import CantDistribute, GroupTimeout, Local, RankDied, RankRaised, Ray
@@ -324,7 +324,8 @@ def test_another_version(machines, cluster, monkeypatch):
     with pytest.raises(CantDistribute) as caught: machines.place(4)
     lines = str(caught.value).splitlines()
     assert [o.split(':')[0] for o in lines] == ['localhost', cluster.other]
-    assert all(re.search(r'has fastddp [^ ]+\+\w{8}, the notebook 1.0\+0{8}; they have to be the same', o) for o in lines)
+    says = r'has fastddp [^ ]+\+\w{8}, the notebook 1.0\+0{8}; they have to be the same'
+    assert all(re.search(says, o) for o in lines)
 
 
 @needs_ray

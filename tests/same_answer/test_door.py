@@ -1,5 +1,5 @@
-"""What people put around `fit`: a tracker's wrapper, a cell's, an own `fit`. It runs once, in the notebook, and the loop
-that fastai's `fit` ends with runs on workers."""
+"""What people put around `fit`: a tracker's wrapper, a cell's, an own `fit`. It runs once, in the notebook, and the
+loop that fastai's `fit` ends with runs on workers."""
 import contextlib, functools
 import pytest
 from fastai.callback.core import Callback
