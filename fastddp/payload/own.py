@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/089_own.ipynb #0a000001
-import functools, marshal, os, sys, types, uuid
+import dis, functools, marshal, os, sys, types, uuid
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
@@ -57,6 +57,7 @@ class Written(NamedTuple):
     spec:object         # `module.__spec__`: a reload sets another one
     code:bytes|None     # As `marshal` dumps it; b'': a library in C; None: the module goes by value
     names:dict          # Qualified name -> code objects of the functions and classes so called
+    plain:set           # Those of functions that have no decorator
 
 _written = {}           # name of a module -> `Written`
 
@@ -69,27 +70,35 @@ def written(module):
 
 def _find_code(module):
     spec = module.__spec__
-    if isinstance(getattr(spec, 'loader', None), ExtensionFileLoader): return b'',{}
+    if isinstance(getattr(spec, 'loader', None), ExtensionFileLoader): return b'',{},set()
     # what the import has left behind, and what an import would run now
     ways = (lambda: marshal.loads(Path(spec.cached).read_bytes()[16:]),
             lambda: spec.loader.get_code(spec.name))
     for find in ways:
         with suppress(Exception):
             code = find()
-            names = {}
-            _collect(code, '', names)
+            names,plain = {},set()
+            _collect(code, '', names, plain)
             if code.co_filename == module.__file__ and _fits(module, names):
-                return marshal.dumps(code),names
-    return None,{}
+                return marshal.dumps(code),names,plain
+    return None,{},set()
 
-def _collect(code, above, names):
-    "Add the code objects inside of `code` to `names`"
+def _collect(code, above, names, plain):
+    "Add the code objects inside of `code` to `names` and `plain`"
+    made = None
+    # a function without decorator is stored as it is made
+    for i in () if code.co_flags & _IS_FUNCTION else dis.get_instructions(code):
+        if isinstance(i.argval, types.CodeType): made = i.argval
+        elif made and i.opname.startswith('STORE_'): plain.add(made)
+        if i.opname not in _MAKES: made = None
     for c in code.co_consts:
         if not isinstance(c, types.CodeType): continue
         path = above+c.co_name
         names.setdefault(path, set()).add(c)
-        is_function = c.co_flags & 1        # CO_OPTIMIZED
-        _collect(c, path+('.<locals>.' if is_function else '.'), names)
+        _collect(c, path+('.<locals>.' if c.co_flags & _IS_FUNCTION else '.'), names, plain)
+
+_IS_FUNCTION = 1        # CO_OPTIMIZED
+_MAKES = 'LOAD_CONST','MAKE_FUNCTION','SET_FUNCTION_ATTRIBUTE','EXTENDED_ARG','CACHE'
 
 def _fits(module, names):
     "True if all functions in memory that come from the module's file are in its code"
@@ -145,14 +154,17 @@ def is_of_cell(v):
 def is_variable(module, path, v):
     """True for a class, function or so that isn't the one that has this `def` or `class` in the
     module's code, nor what is imported there, nor of a cell"""
-    codes = written(module).names.get(path)
+    w = written(module)
+    codes = w.names.get(path)
     # what is imported, or a decorator such as `dataclass` has made
     if not codes and getattr(v, '__name__', None) == path.rpartition('.')[-1]: return False
     if issubclass(type(v), type):
         return v.__module__ not in ('__main__',module.__name__) or v.__qualname__ != path
     found = functions_in(v)
     if any(map(is_from_notebook, found)): return False
-    return not any(f.__code__ in codes for f in found) if codes else True
+    if not codes: return True
+    if codes <= w.plain: return getattr(v, '__code__', None) not in codes
+    return not any(f.__code__ in codes for f in found)
 
 def has_no_code(module):
     "True for a module that goes by value"
