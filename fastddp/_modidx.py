@@ -2022,7 +2022,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.machines.ray.end_actors': ('machines/ray.html#end_actors', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.files_named_by': ( 'machines/ray.html#files_named_by',
                                                                                'fastddp/machines/ray.py'),
-                                      'fastddp.machines.ray.own_modules': ('machines/ray.html#own_modules', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.surroundings': ('machines/ray.html#surroundings', 'fastddp/machines/ray.py')},
             'fastddp.magics': { 'fastddp.magics.load': ('magics.html#load', 'fastddp/magics.py'),
                                 'fastddp.magics.unload': ('magics.html#unload', 'fastddp/magics.py')},

@@ -67,10 +67,11 @@ def merged_env(notebook, own, own_names):
     env = {k:v for k,v in notebook.items() if not is_own(k)}
     return env | {k:v for k,v in own.items() if is_own(k)}
 
-def write_files(files, folder=''):
-    "Write files, a dict from path to content; relative paths are relative to `folder`"
-    for name,data in files.items():
-        path = Path(folder, name)
+def write_files(files # Dict from path to content
+):
+    "Write files, and make the folders that are missing"
+    for path,data in files.items():
+        path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(data)
 
@@ -101,13 +102,13 @@ class Node:
         Ray doesn't when its own process on this machine, the raylet, was killed"""
         while time.monotonic()-self.heard_at < _SILENCE: time.sleep(1)
         os._exit(1)
-    def _enter(self, env, cwd, path, *folders):
+    def _enter(self, env, cwd, path):
         "Set environment, working directory and import path as in the notebook, where they fit here"
         own = self.own
         found = [o for o in path if o == '' or os.path.exists(o)]
         own._replace(env=merged_env(env, own.env, self.own_names),
                      cwd=cwd if os.path.isdir(cwd) else own.cwd,
-                     path=[*dict.fromkeys([*found, *own.path, *folders])]).enter()
+                     path=[*dict.fromkeys([*found, *own.path])]).enter()
     def facts(self):
         "Return what the notebook wants to know of this machine"
         return dict(versions=versions(), gpus=group.n_gpus(), card=card_of(self.address))
@@ -123,12 +124,10 @@ class Node:
         "Start this machine's workers"
         with self.lock, suppress(KeyboardInterrupt):    # `stop` was called meanwhile
             self.workers = start_workers(ranks, on_gpu, lambda: self.is_closed, first=ranks[0])
-    def submit(self, entry, specs, env, surroundings, modules, buffers):
+    def submit(self, entry, specs, env, surroundings, buffers):
         "Submit a job to all workers here; `buffers` are arrays in Ray's memory"
         with self.lock:
-            folder = os.path.join(self.workers.dir, 'modules')
-            write_files(modules, folder)
-            self._enter(*surroundings, folder)
+            self._enter(*surroundings)
             threads = max(1, visible_cores()//len(specs))
             specs = [s._replace(threads=s.threads or threads) for s in specs]
             block = Block()

@@ -6,17 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/machines/611_ray.ipynb #3e87b84d
-import math, numbers, os, queue, re, socket, sys, threading, time
+import math, numbers, os, queue, re, socket, threading, time
 from contextlib import ExitStack, suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 from fastcore.basics import noop, store_attr
 
 from ..base import group
 from ..base.checks import Check, check_all, is_list, number, whole
 from ..base.errors import HOSTS_ARE_RAY, CantDistribute, RankDied, RankRaised
-from ..base.failure import has_secret, is_echo, is_user_file
+from ..base.failure import has_secret, is_echo
 from ..base.scoped import allow_interrupts, environment
 from ..launch.rank import RankSpec
 from ..launch.worker_launcher import WorkerLauncher
@@ -124,22 +123,6 @@ def bundles_for(
     return chosen
 
 # %% ../../nbs/machines/611_ray.ipynb #76fb431d
-# cached, because resolving a file's links would take most of the time that a job needs to start
-_is_user_file = cache(is_user_file)
-
-def own_modules():
-    """Return the files of the modules that this process has imported from the user's own folders,
-    as a dict from the path below an import path ('package/module.py') to the content"""
-    files = {}
-    for name,module in sys.modules.copy().items():
-        file = getattr(module, '__file__', None) or ''
-        suffix = '/__init__.py' if hasattr(module, '__path__') else '.py'
-        path = name.replace('.', '/')+suffix
-        # the file lies where the module's name says, so it can be imported on another machine
-        if file.endswith(f'/{path}') and _is_user_file(file) and os.path.exists(file):
-            files[path] = Path(file).read_bytes()
-    return files
-
 def surroundings(is_local, secrets):
     """Return `(environment, working directory, import path)` of this process; for another machine
     without secrets, but those that are named"""
@@ -248,7 +231,7 @@ class RemoteWorkers:
         env = {f'{o}_SOCKET_IFNAME': os.environ.get(f'{o}_SOCKET_IFNAME') or m.facts['card']
                for o in ('GLOO','NCCL')}
         env['LOCAL_WORLD_SIZE'] = str(len(m.ranks))
-        return m.actor.submit.remote(*args[:2], env, m.surroundings(), own_modules(), args[2])
+        return m.actor.submit.remote(*args[:2], env, m.surroundings(), args[2])
     def host(self, r):
         "Return the name of rank `r`'s machine; '' for the notebook's own"
         m = self.machine_of[r]

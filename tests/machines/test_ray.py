@@ -16,6 +16,7 @@ from fastddp.all import CantDistribute, GroupTimeout, Local, RankDied, RankRaise
 from fastddp.base import board, group
 from fastddp.launch.engine import Job
 from fastddp.machines import ray as launch_ray
+from fastddp.payload.sending import dump_with_patches
 from fastddp.process import helper
 from fastddp.process.helper import sweep
 
@@ -186,7 +187,7 @@ def test_ranks_listen_at_rays_address_only(machines, cluster):
             and o.laddr.port == int(port)] == [cluster.head]
 
 
-def call_it(ctx, fn): return fn(21), os.getcwd()
+def call_it(ctx, obj): return obj['fn'](21), os.getcwd()
 
 
 @needs_ray
@@ -197,7 +198,7 @@ def test_modules_of_ones_own_go_along(machines, tmp_path, monkeypatch):
     monkeypatch.syspath_prepend(tmp_path)
     file.write_text('def double(x): return 2*x')
     from my_own_words import double
-    try: res = machines.run(Job.of(call_it, double), 4).results
+    try: res = machines.run(Job.of(call_it, dump_with_patches(dict(fn=double), {})), 4).results
     finally: del sys.modules['my_own_words']
     assert [o[0] for o in res] == [42]*4 and [o[1] == str(tmp_path) for o in res] == [True, True, False, False]
 
