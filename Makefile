@@ -60,10 +60,12 @@ side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),
 # What fails beside three other files may have waited too long for a core: it is tried again, alone. Both runs are shown
 once_more = { echo 'What has failed, once more, alone:'; $(1) $(SELECT) --last-failed --last-failed-no-failures none; }
 
+# Those on two machines come last, alone: a Ray cluster needs both cores.
 # The device of tests/simulated_gpu is compiled first: beside the tests it would take longer than a test may
 test: venv
 	-@PYTHONPATH=tests $(PY) -m simulated_gpu.build > /dev/null
-	@$(PY) -m pytest tests $(SELECT) $(side_by_side) || $(call once_more,$(PY) -m pytest tests)
+	@$(PY) -m pytest tests $(SELECT) --ignore=tests/machines $(side_by_side) || $(call once_more,$(PY) -m pytest tests)
+	@$(PY) -m pytest tests/machines $(SELECT)
 
 size: venv
 	@$(PY) tools/size.py --folders --fit

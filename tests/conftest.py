@@ -34,7 +34,7 @@ def pytest_configure(config):
 
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = '''notebooks ray around browser leaves_nothing magics cells scripts demo gpu_check comes_back
+LONGEST = '''notebooks around browser leaves_nothing magics cells scripts demo gpu_check comes_back
 callbacks ranch
 wheel data shapes lock_step decisions as_written caller any_loss next_helper odd_processes hangs'''.split()
 

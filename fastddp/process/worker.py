@@ -55,6 +55,7 @@ class Surroundings(NamedTuple):
     cwd:str         # Working directory
     path:list       # `sys.path`
     argv:list       # `sys.argv`
+    authkey:bytes   # Of multiprocessing, whose managers ask those for it that use their objects
     # `warnings.filters`, with the module and the name of each category: to load one's class, a
     # worker would import the library that has set the filter
     filters:list
@@ -65,7 +66,8 @@ class Surroundings(NamedTuple):
         "Return the surroundings of this process; raises `CantDistribute` if its folder is gone"
         try: cwd = os.getcwd()
         except OSError: raise CantDistribute(_NO_CWD)
-        return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv),
+        authkey = bytes(multiprocessing.current_process().authkey)
+        return cls({**os.environ, **env}, cwd, list(sys.path), list(sys.argv), authkey,
                    [(action, text, (c.__module__, c.__qualname__), module, line)
                     for action,text,c,module,line in warnings.filters])
     def enter(self):
@@ -77,6 +79,7 @@ class Surroundings(NamedTuple):
         os.chdir(self.cwd)
         sys.path[:] = self.path
         sys.argv[:] = self.argv
+        multiprocessing.current_process().authkey = self.authkey
         warnings.filters[:] = [(action, text, _category(*name), module, line)
                                for action,text,name,module,line in self.filters]
         # Python caches which filter applies where.

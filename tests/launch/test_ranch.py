@@ -1,6 +1,6 @@
 """Functions on many processes: as a script, in a kernel, from a thread; failures, interrupts, large results, nothing
 left."""
-import contextlib, datetime, os, signal, socket, subprocess, sys, textwrap, threading, time
+import contextlib, datetime, multiprocessing, os, signal, socket, subprocess, sys, textwrap, threading, time
 from pathlib import Path
 import psutil, pytest, torch
 from fastddp.all import (CantDistribute, RankDied, RankRaised, TorchDDPCtx, global_imports, import_star, in_torchddp,
@@ -573,3 +573,15 @@ def test_whose_output_is_shown(caller, see, seen, capsys):
     out = capsys.readouterr().out
     assert [r for r in range(3) if f'rank {r} is here' in out] == seen
     with pytest.raises(CantDistribute, match='the ranks whose output is shown'): ranch(2, says, see=1)
+
+
+def puts(queue, lock):
+    with lock: queue.put(os.getpid())
+
+
+def test_a_managers_queue_and_lock():
+    "As in the examples of `torch.multiprocessing.spawn`, with the notebook's authkey"
+    with multiprocessing.Manager() as manager:
+        queue = manager.Queue()
+        ranch(2, puts, queue, manager.Lock())
+        assert len({queue.get(timeout=5), queue.get(timeout=5), os.getpid()}) == 3

@@ -84,7 +84,7 @@ def cluster(net, leaves_nothing_at_last):
 
 @pytest.fixture(scope='module')
 def machines(cluster):
-    launcher = WarmRay(per_node=2, link_timeout=10., start_timeout=240.)
+    launcher = WarmRay(per_node=2, link_timeout=60., start_timeout=240.)
     try:
         learner(train=8, valid=1).distrib_fit(1, nprocs=4, launcher=launcher)
         yield launcher
@@ -132,6 +132,7 @@ def where(ctx, obj):
 
 
 @needs_ray
+@pytest.mark.full
 def test_ranks_know_where_they_are(machines, monkeypatch):
     "Two at home and two on the other machine, with much data; folder and variables are the notebook's"
     monkeypatch.setenv('MINE', 'yes')
@@ -229,6 +230,7 @@ def test_lr_find(machines, tmp_path):
 
 
 @needs_ray
+@pytest.mark.full
 def test_stop_and_resume(machines, shared):
     "Ctrl-C stops all four ranks after the same batch, and the fit goes on"
     learn = learner(train=160, cbs=[Slow(.02, shared)])
@@ -346,6 +348,7 @@ def test_ctrl_c_while_workers_start(machines, cluster, monkeypatch):
 
 
 @needs_ray
+@pytest.mark.full
 def test_files_of_a_fit_come_home(machines, cluster, tmp_path):
     "The notebook's machine hasn't what is asked for, so rank 0 is on the other one, which has a /tmp of its own"
     machines.end()
@@ -376,6 +379,7 @@ def test_what_others_use(machines):
 
 
 @needs_ray
+@pytest.mark.full
 def test_all_is_given_back(machines, cluster, shared):
     "After a block, and after a call that fails"
     machines.end()
