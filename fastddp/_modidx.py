@@ -1928,6 +1928,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.machines.node.Node._watch': ('machines/node.html#node._watch', 'fastddp/machines/node.py'),
                                        'fastddp.machines.node.Node.ask': ('machines/node.html#node.ask', 'fastddp/machines/node.py'),
                                        'fastddp.machines.node.Node.facts': ('machines/node.html#node.facts', 'fastddp/machines/node.py'),
+                                       'fastddp.machines.node.Node.hear': ('machines/node.html#node.hear', 'fastddp/machines/node.py'),
                                        'fastddp.machines.node.Node.meet': ('machines/node.html#node.meet', 'fastddp/machines/node.py'),
                                        'fastddp.machines.node.Node.missing': ( 'machines/node.html#node.missing',
                                                                                'fastddp/machines/node.py'),

@@ -91,7 +91,7 @@ class Node:
         self.workers = self.store = None
         self.is_closed = False
         self.lock = threading.Lock()    # held while `workers` is used
-        self.heard_at = float('inf')     # from the first call of `poll` on
+        self.heard_at = float('inf')     # when `hear` was called last
         self.log_positions,self.sent_beats = {},{}
         self._enter(*surroundings)
         helper.preload(*preload)
@@ -137,10 +137,13 @@ class Node:
     def ask(self, what, *args):
         "Call a method of the workers: 'ask_stop' or 'ask_stacks'"
         with self.lock: getattr(self.workers, what)(*args)
+    def hear(self):
+        "Note that the notebook is there"
+        self.heard_at = time.monotonic()
     def poll(self, seconds=.2):
         """Wait for news, at most so long, and return `(news, logs, heartbeats, payloads)`; None
         once it is closed"""
-        self.heard_at = time.monotonic()
+        self.hear()
         end,news = self.heard_at+seconds,[]
         while not (news or self.is_closed) and time.monotonic() < end:
             time.sleep(.002)     # another thread may wait for the lock

@@ -175,6 +175,8 @@ def end_actors(actors, grace):
     for o in actors:
         with suppress(Exception): ray.kill(o)
 
+_HEARD_SECONDS = 10.    # between two signs of life; an actor ends after a minute without one
+
 class RemoteWorkers:
     """The workers of several machines, with the methods of `Workers` that a `Monitor` calls. A
     thread for each machine waits for its news by one long call after the other"""
@@ -197,6 +199,9 @@ class RemoteWorkers:
         try:
             while report := ray.get(m.actor.poll.remote(), timeout=self.link_timeout):
                 *report,payloads = report
+                # one may be on its way for minutes
+                for _,ref in payloads.values():
+                    while not ray.wait([ref], timeout=_HEARD_SECONDS)[0]: m.actor.hear.remote()
                 payloads = {k:(packed, ray.get(ref)) for k,(packed,ref) in payloads.items()}
                 self._inbox.put((m, *report, payloads))
         except ray.exceptions.GetTimeoutError:

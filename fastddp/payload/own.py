@@ -55,7 +55,8 @@ def is_stand_in(name):
 class Written(NamedTuple):
     "The code that the import of a module has run"
     spec:object         # `module.__spec__`: a reload sets another one
-    code:bytes|None     # As `marshal` dumps it; b'': a library in C; None: the module goes by value
+    # As `marshal` dumps it; b'': the file is imported; None: the module goes by value
+    code:bytes|None
     names:dict          # Qualified name -> code objects of the functions and classes so called
     plain:set           # Those of functions that have no decorator
 
@@ -70,7 +71,10 @@ def written(module):
 
 def _find_code(module):
     spec = module.__spec__
-    if isinstance(getattr(spec, 'loader', None), ExtensionFileLoader): return b'',{},set()
+    loader = getattr(spec, 'loader', None)
+    # one that keeps no code, such as pytest's, which rewrites assertions: the file is imported
+    is_rewritten = spec and not hasattr(loader, 'get_code') and str(spec.origin).endswith('.py')
+    if is_rewritten or isinstance(loader, ExtensionFileLoader): return b'',{},set()
     # what the import has left behind, and what an import would run now
     ways = (lambda: marshal.loads(Path(spec.cached).read_bytes()[16:]),
             lambda: spec.loader.get_code(spec.name))

@@ -584,4 +584,5 @@ def test_a_managers_queue_and_lock():
     with multiprocessing.Manager() as manager:
         queue = manager.Queue()
         ranch(2, puts, queue, manager.Lock())
-        assert len({queue.get(timeout=5), queue.get(timeout=5), os.getpid()}) == 3
+        found = {queue.get(timeout=5), queue.get(timeout=5)}
+        assert len(found) == 2 and os.getpid() in found     # the notebook is one of both
