@@ -172,8 +172,9 @@ class Class(Kind):
 def _libraries_with(name, n_modules):
     """Return `(name, variables)` of the modules that have one of this name, without the user's
     modules"""
-    return [(k, vars(m)) for k,m in sys.modules.copy().items() if k not in ('__main__','__mp_main__')
-            and name in getattr(m, '__dict__', ()) and not is_own_module(m)]
+    return [(k, vars(m)) for k,m in sys.modules.copy().items()
+            if k not in ('__main__','__mp_main__') and name in getattr(m, '__dict__', ())
+            and not is_own_module(m)]
 
 def imported_from(name, v):
     "Return the name of a library's module that has this object under this name, or None"

@@ -152,7 +152,7 @@ def is_from_notebook(f):
 def is_code(v): return isinstance(v, _CODE) or issubclass(type(v), type)
 
 def is_of_cell(v):
-    "True for a class or function of a cell, and for what is made of one: a property, a decorated one"
+    "True for a class or function of a cell, and for what is made of one, such as a property"
     return any(map(is_from_notebook, [v, *functions_in(v)]))
 
 def is_variable(module, path, v):
@@ -235,7 +235,8 @@ def rows_of(modules,
         name = module.__name__
         while name := name.rpartition('.')[0]:
             above = sys.modules.get(name)
-            if name in res or above is None or vars(above).get('__file__') or is_stub(above): continue
+            if name in res or above is None or is_stub(above): continue
+            if vars(above).get('__file__'): continue
             res[name] = Row(None, [*above.__path__], _NOTHING)
         code = written(module).code
         folders = [*module.__path__] if hasattr(module, '__path__') else None

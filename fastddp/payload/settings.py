@@ -13,7 +13,8 @@ from enum import EnumMeta
 import numpy as np, torch
 
 from .kinds import is_equal, is_value, kind
-from .own import INNER_FUNCTIONS, classes_of, functions_in, is_code, is_own_module, is_variable, this_process
+from .own import (
+    INNER_FUNCTIONS, classes_of, functions_in, is_code, is_own_module, is_variable, this_process)
 from .patches import FLAGS, _owner, can_be_pickled
 from .reducers import reduces
 
@@ -128,7 +129,8 @@ def own_modules(named # Classes, functions and modules
     return [*res.values()]
 
 def definitions_of(module):
-    "Return `{qualified name: object}` of the classes and functions that a module defines; '': itself"
+    """Return `{qualified name: object}` of the classes and functions that a module defines; '':
+    itself"""
     functions = {k:v for k,v in vars(module).copy().items() if isinstance(v, types.FunctionType)
                  and v.__qualname__ == k and v.__module__ == module.__name__}
     classes = {k:cls for k,cls in classes_of(module) if not isinstance(cls, EnumMeta)}

@@ -57,8 +57,8 @@ CELLS = dict(
     of_class='m.Net.make = classmethod(lambda cls: cls.__name__*2)', nested='m.Net.Inner.go = lambda self: "other"',
     old_one='was = m.act\nm.act = lambda x: was(x)+1', over_super='m.Net.size = lambda self: 17',
     patched='from fastcore.basics import patch\n@patch\ndef size(self:m.Net): return 19',
-    whole_class='class Net:\n    width = 23\n    def size(self): return 1\nfor k in ("area", "twice", "make", "Inner"):\n'
-                '    setattr(Net, k, vars(m.Net)[k])\nm.Net = Net',
+    whole_class='class Net:\n    width = 23\n    def size(self): return 1\n'
+                'for k in ("area", "twice", "make", "Inner"):\n    setattr(Net, k, vars(m.Net)[k])\nm.Net = Net',
     by_a_library='import math\nm.act = math.exp', by_its_own='m.act = m.Net.twice',
     by_a_partial='import functools\nm.act = functools.partial(lambda a, x: a*x, 29)',
     decorated='m.uses = m.wraps(m.uses)', variables='m.limit = 31; m.Net.width = 37; m.seen.append(41)',
@@ -66,7 +66,8 @@ CELLS = dict(
              '.read_text().replace("return 2*x", "return 43*x"))\nimportlib.invalidate_caches()\nimportlib.reload(m)')
 # What becomes of its file, or of the way to it
 DISK = dict(edited=lambda f: f.write_text(TEXT.replace('2*x', '6*x')), broken=lambda f: f.write_text('def act(:'),
-            deleted=lambda f: f.unlink(), without_cache=lambda f: (f.unlink(), shutil.rmtree(f.parent/'__pycache__', True)),
+            deleted=lambda f: f.unlink(),
+            without_cache=lambda f: (f.unlink(), shutil.rmtree(f.parent/'__pycache__', True)),
             elsewhere=lambda f: (os.chdir('/'), sys.path.remove(str(f.parent))))
 names = (f'words_{i}_of_mine' for i in itertools.count())
 
