@@ -195,7 +195,7 @@ def test_an_option_that_nobody_has():
     assert 'fit' not in vars(learn)
 
 
-WRONG = dict(words=('3',), half=(1.5,), nothing=(None,), twice=(1, 2, dict(lr=3)))
+WRONG = dict(words=('3',), half=(1.5,), nothing=(None,), twice=(1, 2, dict(lr=3)), no_callback=(1, dict(cbs=5)))
 
 
 @pytest.mark.parametrize('args', WRONG.values(), ids=WRONG)

@@ -8,10 +8,12 @@ __all__ = []
 # %% ../../nbs/fastai2/727_session.ipynb #186ea489
 import contextlib, re, threading, warnings, weakref
 
+from fastai.callback.core import Callback
 from fastai.learner import Learner
 from fastcore.basics import noop, patch, store_attr
+from fastcore.foundation import L
 
-from ..base.checks import bind_arguments, check, whole
+from ..base.checks import Check, bind_arguments, check, whole
 from ..base.errors import CantDistribute, RankRaised, WorkerError
 from ..base.scoped import Interrupts, with_attrs
 from .inference import why_one_process
@@ -151,6 +153,9 @@ def distrib_report(self:Learner):
     return longest
 
 # %% ../../nbs/fastai2/727_session.ipynb #b1593198
+_CALLBACKS = Check("callbacks, such as [ReduceLROnPlateau()]", lambda cbs: all(
+    isinstance(o, Callback) or isinstance(o, type) and issubclass(o, Callback) for o in L(cbs)))
+
 class Session(BaseSession):
     """A `distrib_ctx` block of a fastai 2 learner. For the time of the block it overrides methods
     of the learner:
@@ -226,7 +231,8 @@ class Session(BaseSession):
         with (self.in_one_thread(),      # another one would set what the fit that runs has
               UserCall('fit', args, kwargs, self.asked).running(learn) as user_call):
             fit = self.plain('fit')
-            bind_arguments(fit, args, kwargs)
+            bound = bind_arguments(fit, args, kwargs)
+            if bound: check('cbs', bound.arguments.get('cbs'), _CALLBACKS)
             # before fastai makes an optimizer, which fails without parameters
             if not (learn.opt or self.model_factory): refuse_untrainable(learn.model)
             n_begun = user_call.n_begun
