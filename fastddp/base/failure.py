@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/base/001_failure.ipynb #f77efc78
 import functools, linecache, os, re, reprlib, sys, sysconfig, time, traceback
+from contextlib import suppress
 from pathlib import Path
 from types import ModuleType, TracebackType
 from typing import NamedTuple
@@ -142,19 +143,20 @@ def _is_of_library(folder):
 
 @functools.cache
 def _installed_in(folder):
-    "Return the names that an installer has made in a folder, as `pip install --target` does"
-    names = set()
+    "Return the files that an installer has written to a folder, as `pip install --target` does"
+    files = set()
     for record in Path(folder).glob('*.dist-info/RECORD'):
-        lines = record.read_text(encoding='utf-8', errors='replace').splitlines()
-        names |= {re.split('[/,]', line, 1)[0] for line in lines}
-    return names
+        with suppress(OSError):
+            lines = record.read_text(encoding='utf-8', errors='replace').splitlines()
+            files |= {line.rsplit(',', 2)[0] for line in lines}     # path, hash, bytes
+    return files
 
 def is_user_file(file):
     "True if `file` is a cell, or a script or module of the user"
     if file.startswith('<frozen') or file == '<string>': return False
     path = Path(os.path.abspath(file))
     if _is_of_library(str(path.parent)): return False
-    return not any(path.relative_to(o).parts[0] in _installed_in(o) for o in path.parents)
+    return not any(path.relative_to(o).as_posix() in _installed_in(o) for o in path.parents)
 
 # %% ../../nbs/base/001_failure.ipynb #3ece4c31
 def user_lines(

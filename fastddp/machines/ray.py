@@ -201,7 +201,8 @@ class RemoteWorkers:
                 *report,payloads = report
                 # one may be on its way for minutes
                 for _,ref in payloads.values():
-                    while not ray.wait([ref], timeout=_HEARD_SECONDS)[0]: m.actor.hear.remote()
+                    while not ray.wait([ref], timeout=_HEARD_SECONDS)[0]:
+                        ray.get(m.actor.hear.remote(), timeout=self.link_timeout)
                 payloads = {k:(packed, ray.get(ref)) for k,(packed,ref) in payloads.items()}
                 self._inbox.put((m, *report, payloads))
         except ray.exceptions.GetTimeoutError:
@@ -391,7 +392,7 @@ class Ray(WorkerLauncher):
         """Hear what the machine `m` has, of whose GPUs those count that Ray reserved. Return why it
         can't take part; None if it can"""
         import ray
-        # a second at a time, because Ctrl-C is not handled during Ray's wait
+        # half a second at a time, because Ctrl-C is not handled during Ray's wait
         try:
             while not ray.wait([ref], timeout=.5)[0]:
                 if time.monotonic() > deadline: return f"no answer within {self.start_timeout:g} s"

@@ -188,11 +188,12 @@ def test_a_library_that_is_installed_to_a_folder(tmp_path, monkeypatch):
     "As by `pip install --target`: its modules are a library's, those beside it are one's own"
     from fastddp.base.failure import is_user_file
     (tmp_path/'of_others').mkdir()
-    for o in 'of_others/part.py', 'mine.py': (tmp_path/o).touch()
+    (tmp_path/'bin').mkdir()
+    files = 'of_others/part.py', 'mine.py', 'of_others/added_by_hand.py', 'bin/mine_too.py'
+    for o in files: (tmp_path/o).touch()
     (tmp_path/'of_others-1.0.dist-info').mkdir()
-    (tmp_path/'of_others-1.0.dist-info/RECORD').write_text('of_others/part.py,sha256=x,0\n')
-    found = {o: is_user_file(str(tmp_path/o)) for o in ('of_others/part.py', 'mine.py')}
-    assert found == {'of_others/part.py': False, 'mine.py': True}
+    (tmp_path/'of_others-1.0.dist-info/RECORD').write_text('of_others/part.py,sha256=x,0\nbin/tool,,\n')
+    assert [is_user_file(str(tmp_path/o)) for o in files] == [False, True, True, True]
     assert not is_user_file('/usr/lib/python3/dist-packages/yaml/loader.py')
 
 
