@@ -240,7 +240,7 @@ class CantDistribute(ValueError):
 
 # what used to run on several machines
 HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. "
-                 "`pip install 'fastddp[ray]'` on each, `ray start --head` on this one, "
+                 "fastddp and `pip install ray` on each, `ray start --head` on this one, "
                  "`ray start --address=` with the address that it prints on the others, and "
                  "launcher=Ray().")
 
