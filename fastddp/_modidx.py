@@ -2552,6 +2552,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                      'fastddp.payload.own._collect': ('payload/own.html#_collect', 'fastddp/payload/own.py'),
                                      'fastddp.payload.own._find_code': ('payload/own.html#_find_code', 'fastddp/payload/own.py'),
                                      'fastddp.payload.own._fits': ('payload/own.html#_fits', 'fastddp/payload/own.py'),
+                                     'fastddp.payload.own._is_imported': ('payload/own.html#_is_imported', 'fastddp/payload/own.py'),
                                      'fastddp.payload.own._is_plain': ('payload/own.html#_is_plain', 'fastddp/payload/own.py'),
                                      'fastddp.payload.own.classes_of': ('payload/own.html#classes_of', 'fastddp/payload/own.py'),
                                      'fastddp.payload.own.functions_in': ('payload/own.html#functions_in', 'fastddp/payload/own.py'),

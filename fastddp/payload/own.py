@@ -252,7 +252,8 @@ def take_rows(sender, rows):
     if finder not in sys.meta_path: sys.meta_path.insert(0, finder)
     if any(finder.rows.get(k, row) != row for k,row in rows.items()):
         for k in finder.rows: sys.modules.pop(k, None)
-    for k in rows.keys() - finder.rows: sys.modules.pop(k, None)
+    for k in rows.keys() - finder.rows:
+        if not _is_imported(k, rows[k]): sys.modules.pop(k, None)
     finder.rows = rows
     # stubs are there at once, before what they hold: it may refer to others
     stubs = {k:finder.find_spec(k) for k,row in rows.items() if type(row.code) is tuple
@@ -261,6 +262,16 @@ def take_rows(sender, rows):
     for k,spec in stubs.items():
         try: spec.loader.exec_module(sys.modules[k])
         except Exception: del sys.modules[k]        # it fails where it is used
+
+def _is_imported(name, row):
+    """True if this worker, or its helper, has imported that very code before: an import may
+    register something, which can't be done twice"""
+    module = sys.modules.get(name)
+    if module is None or type(row.code) is not bytes or module.__dict__.get('__file__') != row.file:
+        return False
+    code = written(module).code
+    # `marshal` may dump equal code in two ways
+    return code == row.code or bool(code) and marshal.loads(code) == marshal.loads(row.code)
 
 def import_all():
     """In a worker: import all modules of one's own, in the notebook's order: before the first one

@@ -200,3 +200,21 @@ def test_a_library_that_is_installed_to_a_folder(tmp_path, monkeypatch):
 def test_a_value_that_pickles_but_does_not_load(m, two):
     cell('import numpy as np\nm.numbers = np.finfo(np.float32)\nm.limit = 47', m=m)
     assert there(two, m.__name__, 'm.limit, float(m.numbers.eps)') == [(47, float(m.numbers.eps))]*2
+
+
+@pytest.mark.parametrize('edited', [False, True])
+def test_what_a_worker_has_imported_before_is_not_run_twice(two, tmp_path, monkeypatch, edited):
+    "By its helper, or in a function: what it registers can't be registered once more"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    name = next(names)
+    registers = f'import torch\ntorch.library.define("{name}::op", "(Tensor x) -> Tensor")\n'
+    file = tmp_path/f'{name}.py'
+    file.write_text(registers+'def act(x): return 2*x')
+    assert two.run(Job.of(in_worker, dump_with_patches(dict(name=name), {})), 2).results == [2, 2]
+    if edited: file.write_text('def act(x): return 6*x')
+    m = importlib.import_module(name)
+    try: assert there(two, name, 'm.act(1)') == [m.act(1)]*2
+    finally: del sys.modules[name]
+
+
+def in_worker(ctx, obj): return importlib.import_module(obj['name']).act(1)
