@@ -122,7 +122,7 @@ $(LIBRARIES)/.installed: tests/libraries/requirements.txt tests/libraries/withou
 	@test -x $(LIBRARIES)/bin/python || $(PYTHON) -m venv --clear $(LIBRARIES)
 	@echo 'Installing torch, fastai and the libraries into $(LIBRARIES) (8 GB; some minutes the first time)'
 	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) -r tests/libraries/requirements.txt -e '.[dev]'
-	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) --no-deps -r tests/libraries/without_requirements.txt
+	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) --no-deps --no-build-isolation -r tests/libraries/without_requirements.txt
 	@touch $@
 
 $(LIBRARIES_OLD)/.installed: tests/oldest.txt tests/libraries/old.txt tests/libraries/old_without_requirements.txt

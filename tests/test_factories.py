@@ -74,7 +74,7 @@ def test_inference_leaves_the_momenta_at_home(monkeypatch):
         sizes.append(job.payload.nbytes)
         return run(self, job, *args, **kwargs)
     monkeypatch.setattr(Local, 'run', noting)
-    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 200_000), nn.ReLU(), nn.Linear(200_000, 2)),
+    learn = make_learner(model=lambda: nn.Sequential(nn.Linear(8, 100_000), nn.ReLU(), nn.Linear(100_000, 2)),
                          opt_func=Adam, n=32)
     with learn.distrib_ctx(nprocs=2):
         learn.fit(1)

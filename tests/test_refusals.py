@@ -1,5 +1,6 @@
 "Each refusal: at once, before any process starts, with the remedy, and the learner as it was."
-import contextlib, importlib.util, os, pickle, socket, sqlite3, sys, tempfile
+import contextlib, contextvars, importlib.util, multiprocessing, os, pickle, socket, sqlite3, sys, tempfile
+from functools import partial
 import numpy as np, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
@@ -8,8 +9,10 @@ from fastai.learner import Learner
 from torch import nn
 from fastddp.all import *
 from fastddp.base import group
+from fastddp.base.errors import NotPicklable
 from fastddp.fastai2.loaders import check_dl
 from fastddp.launch import local as launch
+from fastddp.ranch import spawn
 from learners import make_learner, mlp, points
 
 
@@ -224,9 +227,31 @@ def test_an_array_of_gpus(two_gpus):
 
 def test_a_way_out_without_a_change_of_a_library():
     "What a library has made can't be made elsewhere: the message of a learner's object says how to train with it"
-    from fastddp.base.errors import NotPicklable
     assert 'launcher=InProcess() nothing is sent' in str(NotPicklable('learn.cbs[1].lock', 'cannot pickle'))
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
+
+
+CONTEXT = multiprocessing.get_context('fork')     # its semaphores have no file
+
+
+@pytest.mark.parametrize('make', [CONTEXT.Queue, CONTEXT.SimpleQueue, CONTEXT.Lock, CONTEXT.Event, CONTEXT.Condition,
+                                  partial(CONTEXT.Value, 'i', 0), partial(CONTEXT.Array, 'i', 3)])
+def test_what_multiprocessing_shares_with_its_own_processes(make):
+    "As in the examples of `torch.multiprocessing.spawn`; those of a manager arrive"
+    with pytest.raises(NotPicklable, match='return results from the function, or take multiprocessing.Manager'):
+        spawn(print, args=(make(),), nprocs=2)
+
+
+def test_a_loss_with_a_context_variable():
+    scale = contextvars.ContextVar('scale', default=1.)
+    learn = make_learner(loss_func=lambda p, y: nn.functional.cross_entropy(p, y)*scale.get())
+    with pytest.raises(NotPicklable, match='scale.*Take a plain variable'): learn.distrib_fit(1, nprocs=2)
+
+
+def test_an_operator_of_a_cell():
+    @torch.library.custom_op('of_a_cell::twice', mutates_args=())
+    def twice(x: torch.Tensor) -> torch.Tensor: return 2*x
+    with pytest.raises(NotPicklable, match='Define the operator in a file'): ranch(2, lambda: twice(torch.ones(2)))
 
 
 class Stream(torch.utils.data.IterableDataset):

@@ -28,6 +28,7 @@ EXAMPLES = {
     'not writable': ('OSError', "[Errno 30] Read-only file system: 'models'"),
     'not permitted': ('PermissionError', "[Errno 13] Permission denied: '/data/x.png'"),
     'no keyboard': ('EOFError', 'EOF when reading a line'),
+    'an operator of the notebook': ('AttributeError', "'_OpNamespace' 'mine' object has no attribute 'twice'"),
     'name not known': ('NameError', "name 'x' is not defined"),
     'WandbCallback': ('TypeError', 'Exception occured in `WandbCallback` when calling event `before_fit`:\n\t'
                                    'vars() argument must have __dict__ attribute'),

@@ -93,6 +93,10 @@ PAGE = {
         "RankRaised: rank 0 raised EOFError: EOF when reading a line",
         "`input()`, `breakpoint()` or `pdb.set_trace()` in a worker, a process of its own, without the "
         "notebook's keyboard."),
+    'an operator of the notebook': (
+        "RankRaised: rank 1 raised AttributeError: '_OpNamespace' 'mine' object has no attribute 'twice'",
+        "`torch.library` registers an operator in the process in which it is defined; "
+        "docs/options.md, \"What workers run first\", has an example."),
     'name not known': (
         "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
         "Functions of the notebook are sent with the globals that they use; a name made by `exec` or a magic "

@@ -140,6 +140,11 @@ no keyboard
     Workers have no keyboard, so input() and pdb don't work there. With launcher=InProcess() the
     fit runs in the notebook's process, where they do.
 
+an operator of the notebook
+    '_OpNamespace' .* object has no attribute
+    The worker hasn't got the definition of this operator: write it in a function that
+    `fastddp.setup(fn)` has each worker call first.
+
 name not known
     ^NameError:
     The name isn't defined in the worker: define it in a cell, or pass it as an argument.
@@ -245,11 +250,22 @@ HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. "
                  "launcher=Ray().")
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
-# Classes of the standard library, and how a worker opens what the notebook has opened
-_OPENED = {
-    'sqlite3.Connection': "lambda c: (sqlite3.connect, (c.execute('pragma database_list')."
-                          "fetchone()[2],))",
-    'zipfile.ZipFile': "lambda z: (zipfile.ZipFile, (z.filename,))"}
+# What pickle's message, or the path, names, and what to do
+_OF_PROCESSES = ("Locks, queues and values of multiprocessing are for processes that it starts itself: "
+                 "return results from the function, or take multiprocessing.Manager()'s.")
+_INSTEAD = {
+    'sqlite3.Connection':
+        "A cell says how each opens it: copyreg.pickle(sqlite3.Connection, lambda c: "
+        "(sqlite3.connect, (c.execute('pragma database_list').fetchone()[2],))).",
+    'zipfile.ZipFile':
+        "A cell says how each opens it: copyreg.pickle(zipfile.ZipFile, lambda z: "
+        "(zipfile.ZipFile, (z.filename,))).",
+    '_multiprocessing.SemLock': _OF_PROCESSES,
+    # `Value` and `Array`
+    '._wrapper._state': _OF_PROCESSES,
+    '_contextvars.ContextVar': "Take a plain variable: its value is sent.",
+    'torch._C._DispatchModule':
+        "Define the operator in a file beside the notebook, and call it there: ops.name(x)."}
 
 class NotPicklable(CantDistribute):
     "An object that can't be sent to another process. Nothing was started or changed"
@@ -266,10 +282,8 @@ class NotPicklable(CantDistribute):
         if self.is_result:
             return (f"{self.path} can't be sent to the notebook ({self.why}). Send what it is "
                     "made of instead, such as numbers, tensors and lists.")
-        for cls,reducer in _OPENED.items():
-            if cls in self.why:
-                return (f"{self.path} can't be sent to the workers ({self.why}). A cell says how "
-                        f"each opens it: copyreg.pickle({cls}, {reducer}).")
+        found = [o for k,o in _INSTEAD.items() if k in self.path+self.why]
+        if found: return f"{self.path} can't be sent to the workers ({self.why}). {found[0]}"
         if self.factory: other = f", or build it in the workers with {self.factory}=."
         # an object of a library can't be made elsewhere
         elif self.path.startswith('learn'):
