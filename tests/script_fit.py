@@ -18,6 +18,15 @@ class Listens(Callback):
         listening.update(o.laddr.ip for o in here if o.status == psutil.CONN_LISTEN)
 
 
+class OnRank0(Callback):
+    "As one that logs"
+    rank0_only = True
+    events = []
+    def before_fit(self): self.events.append('before_fit')
+    def after_validate(self): self.events.append('after_validate')
+    def after_fit(self): self.events.append('after_fit')
+
+
 options = dict(sync_bn=False)     # as written for `fastai.distributed`
 learn = make_learner(bs=16, cbs=[Listens()])
 seed_all(int(os.environ.get('RANK', 0)))    # ranks start with different random numbers
@@ -33,10 +42,11 @@ res['again'] = [float(o) for o in learn.recorder.losses]
 learn.distrib_get_preds()
 res['reports'].append(learn.distrib_report.to_dict())
 # each rank has made weights of its own
-learn = make_learner(bs=16, seed=int(rank), cbs=[GradientAccumulation(64)])
+learn = make_learner(bs=16, seed=int(rank), cbs=[GradientAccumulation(64), OnRank0()])
 seed_all(int(rank))
 with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging():
     res['validated'] = list(learn.validate())
+    res['of_rank0'] = [*OnRank0.events]
     learn.fit(1, 0.01)
 res['variables'] = [o for o in os.environ if 'IFNAME' in o]
 res['accumulated'] = [p.flatten().tolist() for p in learn.model.parameters()]

@@ -92,6 +92,12 @@ def test_torchrun_trains_what_one_process_trains(launched):
         assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
 
 
+def test_a_validation_calls_no_callback_of_rank_0_on_others(launched):
+    _, ranks = launched
+    found = [o['of_rank0'] for o in ranks]
+    assert found == [['before_fit', 'after_validate', 'after_fit'], []]
+
+
 def test_ranks_begin_with_the_weights_of_rank_0(launched):
     "Also where DDP doesn't send them: in a validation, and while gradients accumulate"
     learn = make_learner(bs=32, cbs=[GradientAccumulation(64)])

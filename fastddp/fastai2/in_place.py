@@ -25,8 +25,9 @@ from .session import reports
 from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
-from ..launch.training import (
-    enough_epochs, finds_lr, launched_group, script_lines, sync_streams, wants_no_lines)
+from fastddp.launch.training import (
+    cbs_of_rank, enough_epochs, finds_lr, launched_group, script_lines, sync_streams,
+    wants_no_lines)
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
@@ -140,10 +141,13 @@ def in_place(
     def validate(ds_idx=1, dl=None):
         dl = learn.dls[ds_idx] if dl is None else dl
         _validate_in_place(learn, dl, options.get('stop_requested', lambda: False))
+    # `before_fit` of a validation, which comes before `_do_epoch_validate`, too
+    def call_one(event_name):
+        for cb in cbs_of_rank(learn.cbs.sorted('order')): cb(event_name)
     with launched_group() as device:
         place(learn, device)
         with with_attrs(learn, _with_events=with_events, _do_epoch_validate=validate,
-                        distrib_session=given,
+                        _call_one=call_one, distrib_session=given,
                         get_preds=functools.partial(preds_in_one_order, learn)):
             yield
 
