@@ -197,7 +197,8 @@ class Imported(Callback):
 
 learn = make_learner(n=64, cbs=Imported())
 learn.distrib_fit(1, nprocs=2)
-print('imported:', learn.imported.new)
+# `torch.load` has imported this one: a few constants
+print('imported:', [o for o in learn.imported.new if not o.startswith('torch.utils.serialization')])
 """
 
 
