@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_patches.ipynb #48937501
-import copy, enum, functools, importlib, marshal, operator, pathlib, sys, types, uuid
+import copy, enum, functools, importlib, inspect, marshal, operator, pathlib, sys, types, uuid
 import zlib
 from contextlib import suppress
 from itertools import chain
@@ -101,6 +101,11 @@ def _select_from_typedispatch(fn):
     of_cells = [(f,) for f in registered if is_from_notebook(getattr(f, '__func__', f))]
     return fn if len(of_cells) == len(registered) else of_cells or None
 
+def _select_from_singledispatch(f):
+    "Select what cells registered with a function, if it is one of `functools.singledispatch`"
+    registry = vars(f).get('registry') or {}
+    return [(cls,v) for cls,v in registry.items() if is_from_notebook(v)] or None
+
 # %% ../../nbs/payload/106_patches.ipynb #69e930de
 _MISSING = object()
 
@@ -119,6 +124,7 @@ def _register(owner, name, implementations):
     """Register implementations with the dispatch function that is an attribute of a module or
     class. Return a function that undoes this"""
     fn = vars(owner)[name]
+    if type(fn) is types.FunctionType: return _register_single(fn, implementations)
     # Neither kind can remove an implementation: undo restores all attributes. A deep copy has other
     # lists and dicts, but the same functions and types
     before = copy.deepcopy(vars(fn))
@@ -128,6 +134,17 @@ def _register(owner, name, implementations):
     def undo():
         vars(fn).clear()
         vars(fn).update(before)
+    return undo
+
+def _register_single(fn, implementations):
+    "As `_register`, for a function of `functools.singledispatch`"
+    registry = inspect.getclosurevars(fn.register).nonlocals['registry']    # `fn.registry` is a view
+    before = dict(registry)
+    for args in implementations: fn.register(*args)
+    def undo():
+        registry.clear()
+        registry.update(before)
+        fn._clear_cache()
     return undo
 
 # %% ../../nbs/payload/106_patches.ipynb #61fe5e7e
@@ -147,10 +164,14 @@ def _install(
         if key in _done: continue
         fn()
         _done.add(key)
-    for o in patches:
-        owner = _owner(o.module, o.cls)
-        change = _register if isinstance(o.value, list) else _set_attribute
-        _undo.append(change(owner, o.name, o.value))
+    for o in patches: _undo.append(_make(o))
+
+def _make(patch):
+    "Make a patch; return a function that undoes it"
+    owner = _owner(patch.module, patch.cls)
+    change = _register if isinstance(patch.value, list) else _set_attribute
+    return change(owner, patch.name, patch.value)
+
 
 def _owner(module, cls):
     "Import the module, and return it or its class"
@@ -210,8 +231,7 @@ def _change(sender, changes):
     import_all()
     for o in changes:
         # what can't be imported here fails where it is used
-        with suppress(ImportError,AttributeError):
-            _undo.append(_set_attribute(_owner(o.module, o.cls), o.name, o.value))
+        with suppress(ImportError,AttributeError): _undo.append(_make(o))
 
 class Patches(list):
     "A list of `Patch`. Another process that unpickles it installs them, and gets None in its place"
@@ -235,7 +255,12 @@ def setup(fn):
 # %% ../../nbs/payload/106_patches.ipynb #db71859b
 def _selectors():
     "Return `{type of an attribute: its select function}`"
-    res = dict.fromkeys([types.FunctionType, type, *_INNER_FUNCTIONS], _select_function)
+    return _dispatchers() | dict.fromkeys([types.FunctionType, type, *_INNER_FUNCTIONS],
+                                          _select_function)
+
+def _dispatchers():
+    "Return the part of these with which implementations are registered"
+    res = {types.FunctionType:_select_from_singledispatch}
     for module,name,select in (('plum','Function',_select_from_plum),
                                ('fastcore.dispatch','TypeDispatch',_select_from_typedispatch)):
         cls = getattr(sys.modules.get(module), name, None)      # None if it isn't imported
@@ -368,6 +393,14 @@ def own_code():
     "Return the `Own` that the last search found"
     changes = [Patch(*where, v.value) for p in _packages.values() for *where,v in p.candidates
                if type(v) is Changed]
+    dispatchers = _dispatchers()
+    for p in _packages.values():
+        names = {module.__name__ for module in p.own}
+        owners = [(*key, o.owner) for key,o in p.searched.items() if key[0] in names]
+        # anew in each search, as in `collect_patches`
+        of_cells = [(module, path, k, dispatchers[type(v)](v)) for module,path,owner in owners
+                    for k,v in vars(owner).copy().items() if type(v) in dispatchers]
+        changes += [Patch(*o) for o in of_cells if o[-1] is not None]
     return Own([module for p in _packages.values() for module in p.own], changes, dict(_objects))
 
 def collect_patches():

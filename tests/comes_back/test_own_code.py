@@ -11,6 +11,7 @@ pytestmark = pytest.mark.timeout(120)
 TEXT = '''
 import functools, math, threading, torch
 from fastcore.basics import patch
+from fastai.data.core import Transform
 
 lock = threading.Lock()
 info = torch.finfo(torch.float32)
@@ -33,6 +34,13 @@ class Model(torch.nn.Module):
         self.a, self.b = torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
     def forward(self, x): return self.b(act(torch.tanh(self.a(x))))
 
+@functools.singledispatch
+def kind(x): return 'any'
+@kind.register
+def _(x: int): return 'int'
+class Plus(Transform):
+    def encodes(self, x: int): return x+1
+
 class Net:
     width = 3
     def size(self): return self.width*act(1)
@@ -48,7 +56,8 @@ class Sub(Net):
     def size(self): return super().size()+1
 '''
 ALL = ('m.act(1), m.uses(1), m.wrapped(1), m.cached(1), m.Net().size(), m.Net().area, m.Net.twice(1), m.Net.make(), '
-       'm.Net.Inner().go(), m.Sub().size(), m.Sub().area, m.Net.width, m.limit, m.seen')
+       'm.Net.Inner().go(), m.Sub().size(), m.Sub().area, m.Net.width, m.limit, m.seen, m.kind(1), m.kind([]), '
+       'm.Plus()(1), m.Plus()(1.5)')
 
 # What a cell does to the module `m`
 CELLS = dict(
@@ -61,6 +70,8 @@ CELLS = dict(
                 'for k in ("area", "twice", "make", "Inner"):\n    setattr(Net, k, vars(m.Net)[k])\nm.Net = Net',
     by_a_library='import math\nm.act = math.exp', by_its_own='m.act = m.Net.twice',
     by_a_partial='import functools\nm.act = functools.partial(lambda a, x: a*x, 29)',
+    registered='@m.kind.register\ndef _(x: int): return "of a cell"\n@m.kind.register\ndef _(x: list): return "list"',
+    in_a_transform='@m.Plus\ndef encodes(self, x: float): return x+100',
     decorated='m.uses = m.wraps(m.uses)', variables='m.limit = 31; m.Net.width = 37; m.seen.append(41)',
     reloaded='import importlib, pathlib\npathlib.Path(m.__file__).write_text("act = abs\\n"+pathlib.Path(m.__file__)'
              '.read_text().replace("return 2*x", "return 43*x"))\nimportlib.invalidate_caches()\nimportlib.reload(m)')
