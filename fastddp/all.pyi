@@ -76,7 +76,7 @@ class Learner(_Learner):
         """The `Report` of the last block, or of the last call outside of one: where the time went. It
 is that of the longest call; `calls` has all of them, in order"""
 
-    def distrib_resume(self, file = None, wait = True, launcher = None):
+    def distrib_resume(self, file = None, wait = True, **kwargs):
         """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
         epoch."""
 

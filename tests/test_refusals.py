@@ -11,7 +11,7 @@ from fastddp.all import *
 from fastddp.base import group
 from fastddp.base.errors import NotPicklable
 from fastddp.fastai2.loaders import check_dl
-from fastddp.launch import local as launch
+from fastddp.launch import background, local as launch
 from fastddp.ranch import spawn
 from learners import make_learner, mlp, points
 
@@ -142,11 +142,9 @@ def test_too_little_to_train_on():
 
 def test_a_group_of_somebody_elses():
     with tempfile.TemporaryDirectory() as d:
-        group.join(f'{d}/store', 0, 1)
+        torch.distributed.init_process_group('gloo', init_method=f'file://{d}/store', rank=0, world_size=1)
         try: assert 'destroy_process_group' in refused(make_learner(), 'already initialized', nprocs=2)
-        finally:
-            group.leave()
-            for v in 'GLOO_SOCKET_IFNAME', 'NCCL_SOCKET_IFNAME': os.environ.pop(v, None)
+        finally: torch.distributed.destroy_process_group()
 
 
 def test_no_method_of_that_name():
@@ -229,6 +227,27 @@ def test_a_way_out_without_a_change_of_a_library():
     "What a library has made can't be made elsewhere: the message of a learner's object says how to train with it"
     assert 'launcher=InProcess() nothing is sent' in str(NotPicklable('learn.cbs[1].lock', 'cannot pickle'))
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
+
+
+@pytest.mark.parametrize('dls', [None, DataLoaders()])
+def test_a_learner_without_data(dls):
+    refused(Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), path='.'), 'This learner has no data', nprocs=2)
+
+
+@pytest.mark.parametrize('file', ['', '.', '/', 5])
+def test_what_is_no_name_of_a_checkpoint(file):
+    learn = make_learner()
+    for call in learn.distrib_resume, learn.distrib_load:
+        with pytest.raises(CantDistribute, match="is no checkpoint's name"): call(file)
+
+
+def test_a_refused_job_takes_no_number():
+    learn = make_learner()
+    with pytest.raises(CantDistribute): learn.distrib_fit(1, nprocs=2, wait=False, gpus='none')
+    before = background._n_started
+    for options in dict(nprocs=0), dict(nprocs=2, batch='half'):
+        with pytest.raises(CantDistribute): learn.distrib_fit(1, wait=False, **options)
+    assert background._n_started == before
 
 
 CONTEXT = multiprocessing.get_context('fork')     # its semaphores have no file

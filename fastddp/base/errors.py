@@ -251,8 +251,8 @@ HOSTS_ARE_RAY = ("Hosts(...) is gone: several machines are a Ray cluster. "
 
 # %% ../../nbs/base/002_errors.ipynb #a07147c7
 # What pickle's message, or the path, names, and what to do
-_OF_PROCESSES = ("Locks, queues and values of multiprocessing are for processes that it starts itself: "
-                 "return results from the function, or take multiprocessing.Manager()'s.")
+_OF_PROCESSES = ("Locks, queues and values of multiprocessing are for processes that it starts "
+                 "itself: return results from the function, or take multiprocessing.Manager()'s.")
 _INSTEAD = {
     'sqlite3.Connection':
         "A cell says how each opens it: copyreg.pickle(sqlite3.Connection, lambda c: "

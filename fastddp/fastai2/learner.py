@@ -163,7 +163,8 @@ def distrib(self:Learner,
 def distrib_resume(self:Learner,
     file=None, # A checkpoint, written by `checkpoint=`; None: the last fit cut off in this kernel
     wait=True, # False: return a job
-    launcher=None # With `file`: the fit's `Ray(...)`, which is not in it
+    **kwargs # Options of `distrib_ctx` in the place of the call's: `nprocs=`, `gpus=`, ...; with
+             # `file` also the fit's `launcher=Ray(...)`, which is not in it
 ):
     """Continue a fit on workers that was interrupted or failed: same call, same schedule, next
     epoch.
@@ -182,10 +183,23 @@ def distrib_resume(self:Learner,
     After a failure it can be called again: it continues from the last complete epoch."""
     check('wait', wait, FLAG)
     check_loaders(self)
-    if file is not None: resume_points[self] = call_from_file(self, file, launcher)
+    if file is not None:
+        resume_points[self] = call_from_file(self, file, kwargs.get('launcher'))
     call = call_to_resume(self)
-    if not wait: return start_job(self, call, True)
-    with self._distrib_ctx(starts=False, **call.options): return call.run(self)
+    batch = call.options.get('batch', 'per_worker')
+    if kwargs.get('batch', batch) != batch:
+        raise CantDistribute(f"The fit that was cut off has batch={batch!r}: its schedule counts "
+                             "these batches. Leave batch= out.")
+    options = call.options | kwargs
+    # other GPUs are as many workers as there are
+    if 'gpus' in kwargs and 'nprocs' not in kwargs: options.pop('nprocs', None)
+    if 'nprocs' in kwargs and 'gpus' not in kwargs: options.pop('gpus', None)
+    if not wait:
+        call.options = options
+        return start_job(self, call, True)
+    with self._distrib_ctx(starts=False, **options):
+        call.options = options
+        return call.run(self)
 
 @patch
 def distrib_stop(self:Learner):

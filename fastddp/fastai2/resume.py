@@ -49,9 +49,9 @@ def structure_of(learn):
     for dl in learn.dls.loaders:
         ds = getattr(dl, 'dataset', None)
         data.append([len(ds) if hasattr(ds, '__len__') else None, getattr(dl, 'bs', None)])
-    # callbacks may be exchanged: `SavedGraph.restore`
+    # callbacks and metrics may be exchanged: `SavedGraph.restore`
     parts = [f'{type(o).__module__}.{type(o).__qualname__}' for k,o in named_parts(learn).items()
-             if k[0] != 'cb']
+             if k[0] not in ('cb','metric')]
     opt_func = getattr(learn.opt_func, 'func', learn.opt_func)      # of a `partial`
     return dict(weights=[[k, list(t.shape)] for k,t in model_tensors(learn.model).items()],
                 parts=parts, data=data, optimizers=[getattr(opt_func, '__qualname__', None)])
@@ -191,6 +191,7 @@ class ResumeFit(OurCallback):
     def before_fit(self):
         learn = self.learn
         if self.kept is None: return        # of a fit that a callback runs inside this one
+        names = learn.recorder.metric_names if hasattr(learn, 'recorder') else None
         self.kept.undo(only_held=True)
         self.kept = None
         learn.train_iter = self.saved_train_iter
@@ -199,6 +200,7 @@ class ResumeFit(OurCallback):
             if bar := vars(cb).get('mbar'): bar.update(0)
         # show the rows of the epochs that are done
         if not hasattr(learn, 'recorder'): return
+        learn.recorder.metric_names = names     # of the metrics that the learner has now
         no_time = [''] if learn.recorder.add_time else []
         for i,row in enumerate(learn.recorder.values): learn.logger(L(i, *row, *no_time))
 
@@ -207,7 +209,9 @@ class ResumeFit(OurCallback):
 
 def checkpoint_path(learn, file='distrib'):
     "Return the path of a checkpoint; `file` is relative to `learn.path/learn.model_dir`."
-    p = Path(file)
+    try: p = Path(file)
+    except TypeError: p = Path()
+    if not p.name: raise CantDistribute(f"{file!r} is no checkpoint's name, such as 'distrib'.")
     return Path(learn.path)/learn.model_dir/(p if p.suffix else p.with_suffix('.ckpt'))
 
 # The header of a file is the structure of the learner, and the places of the weights. Its pieces

@@ -233,6 +233,9 @@ class Session(BaseSession):
             fit = self.plain('fit')
             bound = bind_arguments(fit, args, kwargs)
             if bound: check('cbs', bound.arguments.get('cbs'), _CALLBACKS)
+            if not (self.dls_factory or getattr(learn.dls, 'loaders', ())):
+                raise CantDistribute("This learner has no data: set learn.dls, such as "
+                                     "DataLoaders(train, valid), or pass dls_factory=.")
             # before fastai makes an optimizer, which fails without parameters
             if not (learn.opt or self.model_factory): refuse_untrainable(learn.model)
             n_begun = user_call.n_begun

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import pickle, types
 from contextlib import ExitStack, contextmanager
+from itertools import zip_longest
 from collections import Counter, defaultdict
 from typing import NamedTuple
 
@@ -372,6 +373,24 @@ def _callbacks_of(saved, learn):
     words = [f'{o} {k}' for o,k in zip(('without','with'), names) if k]
     if words: print_line(f"The fit that was cut off goes on {' and '.join(words)}.")
 
+@contextmanager
+def _metrics_of(saved, learn):
+    """Inside, `learn` has metrics like those of the learner `saved`: its own, and those of `saved`
+    in the place of those that were mended or exchanged since. Afterwards it has its own again"""
+    own = learn.metrics
+    learn.metrics = [a if _is_same_metric(a, b) else b for a,b in zip_longest(own, saved.metrics)
+                     if b is not None]
+    try: yield
+    finally: learn.metrics = own
+
+def _is_same_metric(a, b):
+    "True for metrics of one class, and of functions with the same code"
+    fs = [getattr(o, 'func', None) for o in (a, b)]
+    fs = [getattr(f, 'func', f) for f in fs]        # of a `partial`
+    codes = [getattr(f, '__code__', None) for f in fs]
+    names = [(type(o).__module__, type(o).__qualname__) for o in (a, b)]
+    return names[0] == names[1] and codes[0] == codes[1]
+
 _METHODS = types.FunctionType, classmethod, staticmethod, property
 
 @contextmanager
@@ -424,8 +443,9 @@ class SavedGraph(NamedTuple):
         obj = load(meta, [bytearray(b) for b in self.graph[1]], device, known=known, home={},
                    apart=True)
         # a path is no state: that of the fit may be read-only by now, or another machine's
-        vars(obj['root'][0]).update(path=learn.path, model_dir=learn.model_dir)
-        with _callbacks_of(obj['root'][0], learn):
+        saved = obj['root'][0]
+        vars(saved).update(path=learn.path, model_dir=learn.model_dir)
+        with _callbacks_of(saved, learn), _metrics_of(saved, learn):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn), obj['root'])]
             rng = obj['rng']
             if self.changes is not None:

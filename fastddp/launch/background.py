@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/launch/509_background.ipynb #bd672174
-import asyncio, itertools, threading, traceback
+import asyncio, threading, traceback
 
 from ..base.rng import CommonRNG, streams_apart
 from ..base.scoped import StopButton
@@ -14,7 +14,7 @@ from .held_gpus import running_jobs
 from ..output.replay import Panel, frontend, print_line, show_in
 
 # %% ../../nbs/launch/509_background.ipynb #1c1477e1
-_numbers = itertools.count(1)
+_n_started = 0      # jobs of this process so far; one that is refused has no number
 
 class BackgroundJob:
     """A call on the workers in the background. `print(job.log)` shows its output, `job` in a cell
@@ -34,7 +34,9 @@ class BackgroundJob:
         run, # Called in a thread; its result is that of `result()`
         learn=None # The learner that it trains; None: it trains none
     ):
-        self.what = f'job {next(_numbers)}: {what}'
+        global _n_started
+        _n_started += 1
+        self.what = f'job {_n_started}: {what}'
         self.state = 'starting'
         self.learn = learn
         self._run = run
@@ -71,8 +73,10 @@ class BackgroundJob:
             else: self._set_state('refused')
             self._started.set()
             if isinstance(e, Exception):       # `result` shows the rest
-                first_line = str(e).partition('\n')[0]
-                self.panel.write('stderr', f"{type(e).__name__}: {first_line}\n")
+                # an exception of fastai's callbacks has a line break before the cause
+                cause = ' '.join(str(e).partition('\n\n')[0].split())
+                self.panel.write('stderr', f"{type(e).__name__}: {cause}\n"
+                                           "job.result() raises it.\n")
             # in this order: a call that was waiting for `_ended` may train its learner
             running_jobs.remove(self)
             self._ended.set()
@@ -90,9 +94,15 @@ class BackgroundJob:
             if thread.is_alive(): self.stop()
             # cleans up; the caller gets the exception, not this job
             elif not self.done(): self._end()
+            self._free_number()
             raise
-        if self.state == 'refused': raise self.exception()
+        if self.state == 'refused':
+            self._free_number()
+            raise self.exception()
         return self
+    def _free_number(self):
+        global _n_started
+        if self.what.startswith(f'job {_n_started}:'): _n_started -= 1
     def _work(self):
         "The thread's function: make the call, note how it ended"
         apart = streams_apart(self._streams)

@@ -263,6 +263,10 @@ def in_launched_group():
             "del os.environ['TORCHELASTIC_RUN_ID'].")
     if not group.in_group(): return False
     if 'RANK' in os.environ and 'WORLD_SIZE' in os.environ: return True
+    if group.rendezvous is not None:
+        raise CantDistribute(
+            "This process is a worker of a fit, which all workers run already. A callback calls "
+            "learn.validate() or learn.get_preds(); learn.distrib_* is for after the fit.")
     raise CantDistribute(
         "torch.distributed is already initialized in this process, and not by a launcher. Call "
         "torch.distributed.destroy_process_group() first, or start the script with torchrun.")

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/089_own.ipynb #0a000001
-import dis, functools, marshal, os, sys, types, uuid
+import dis, functools, marshal, operator, os, sys, types, uuid
 from contextlib import suppress
 from importlib import import_module
 from importlib.machinery import ExtensionFileLoader, ModuleSpec, SourceFileLoader
@@ -269,9 +269,9 @@ def _is_imported(name, row):
     module = sys.modules.get(name)
     if module is None or type(row.code) is not bytes or module.__dict__.get('__file__') != row.file:
         return False
-    code = written(module).code
+    codes = written(module).code,row.code
     # `marshal` may dump equal code in two ways
-    return code == row.code or bool(code) and marshal.loads(code) == marshal.loads(row.code)
+    return codes[0] == codes[1] or all(codes) and operator.eq(*map(marshal.loads, codes))
 
 def import_all():
     """In a worker: import all modules of one's own, in the notebook's order: before the first one

@@ -138,7 +138,8 @@ def _register(owner, name, implementations):
 
 def _register_single(fn, implementations):
     "As `_register`, for a function of `functools.singledispatch`"
-    registry = inspect.getclosurevars(fn.register).nonlocals['registry']    # `fn.registry` is a view
+    # `fn.registry` is a view of it
+    registry = inspect.getclosurevars(fn.register).nonlocals['registry']
     before = dict(registry)
     for args in implementations: fn.register(*args)
     def undo():

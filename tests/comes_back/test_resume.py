@@ -3,6 +3,8 @@ import contextlib, errno, gc, importlib, io, os, re, signal, sys, threading, wea
 import pytest
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
+from fastai.learner import Metric
+from fastai.metrics import AccumMetric
 from torch import nn
 from faults import OneFault
 from fastddp.all import CantDistribute, RankDied, RankRaised
@@ -243,6 +245,59 @@ def test_a_callback_that_failed_is_exchanged(how, rank, capsys):
         assert 'goes on without Sums'+(' and with GradientClip' if how == 'another' else '') in out
         assert not hasattr(learn, 'sums') and hasattr(learn, 'gradient_clip') == (how == 'another')
     else: assert 'goes on with' not in out and learn.sums.mended and learn.sums.n > 10
+
+
+def fails(p, y): return p.nope
+def right(p, y): return (p.argmax(-1) == y).float().mean()
+
+
+class Counted(Metric):
+    "Counts the validations: its state goes on"
+    n, value, name = 0, 0., 'counted'
+    def reset(self): self.n += 1
+    def accumulate(self, learn): self.value = float(self.n)
+
+
+MENDED_METRICS = dict(another=lambda: [right], none=list,
+                      more=lambda: [right, Counted(), AccumMetric(right, flatten=False)])
+
+
+@pytest.mark.parametrize('mended', MENDED_METRICS.values(), ids=MENDED_METRICS)
+def test_a_metric_that_failed_is_exchanged(mended):
+    "The learner's present metrics count, as its callbacks do; another number of them is no other learner"
+    calls = []
+    def metric(p, y):
+        calls.append(1)
+        return fails(p, y) if len(calls) > 5 else right(p, y)
+    learn = make_learner(metrics=[metric])
+    with pytest.raises(RankRaised, match='nope'): learn.distrib_fit(3, .05, nprocs=2)
+    learn.metrics = mended()
+    own = [*learn.metrics]
+    learn.distrib_resume()
+    names = [o.name for o in own]
+    assert [*map(id, learn.metrics)] == [*map(id, own)] and learn.recorder.metric_names[3:-1] == names
+    assert len(learn.recorder.values) == 3 and len(learn.recorder.values[-1]) == 2+len(names)
+
+
+def test_the_state_of_a_metric_goes_on(tmp_path):
+    fault = OneFault('exception', 'after_pred', 1, 1, 3, marker=str(tmp_path/'f'))
+    learn = make_learner(metrics=[Counted()], cbs=fault)
+    with pytest.raises(RankRaised): learn.distrib_fit(3, .05, nprocs=2)
+    learn.distrib_resume()
+    assert [row[-1] for row in learn.recorder.values] == [1, 2, 3]
+
+
+@pytest.mark.parametrize('n', [3, 1])
+def test_with_another_number_of_workers(n, tmp_path):
+    "Two GPUs yesterday, others today. With whole batches divided among the workers the result is the same"
+    one = make_learner()
+    one.fit_one_cycle(3, .05)
+    learn = make_learner(cbs=OneFault('exception', 'after_pred', 1, 1, 3, marker=str(tmp_path/'fired')))
+    with pytest.raises(RankRaised): learn.distrib_fit_one_cycle(3, .05, nprocs=2, batch='global')
+    with pytest.raises(CantDistribute, match="has batch='global'"): learn.distrib_resume(batch='per_worker')
+    with pytest.raises(CantDistribute, match="Did you mean 'nprocs'"): learn.distrib_resume(nproc=3)
+    learn.distrib_resume(nprocs=n)
+    for a, b in zip(one.model.parameters(), learn.model.parameters(), strict=True): assert (a-b).abs().max() < 1e-5
 
 
 def test_cut_learner_is_let_go(tmp_path):
