@@ -2027,6 +2027,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                       'fastddp.machines.ray.cause_of': ('machines/ray.html#cause_of', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.connect': ('machines/ray.html#connect', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.end_actors': ('machines/ray.html#end_actors', 'fastddp/machines/ray.py'),
+                                      'fastddp.machines.ray.env_at_start': ('machines/ray.html#env_at_start', 'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.files_named_by': ( 'machines/ray.html#files_named_by',
                                                                                'fastddp/machines/ray.py'),
                                       'fastddp.machines.ray.surroundings': ('machines/ray.html#surroundings', 'fastddp/machines/ray.py')},

@@ -8,7 +8,8 @@ __all__ = []
 # %% ../../nbs/machines/611_ray.ipynb #3e87b84d
 import math, numbers, os, queue, re, socket, threading, time
 from contextlib import ExitStack, suppress
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 
 from fastcore.basics import noop, store_attr
 
@@ -123,11 +124,28 @@ def bundles_for(
     return chosen
 
 # %% ../../nbs/machines/611_ray.ipynb #76fb431d
-def surroundings(is_local, secrets):
-    """Return `(environment, working directory, import path)` of this process; for another machine
-    without secrets, but those that are named"""
-    now = Surroundings.now()
-    env = {k:v for k,v in now.env.items() if is_local or k in secrets or not has_secret(k, v)}
+@cache
+def env_at_start():
+    "Return the environment with which this process was started; where the system can't say, none"
+    try: text = Path('/proc/self/environ').read_bytes()
+    except OSError: return {}
+    return dict(os.fsdecode(o).split('=', 1) for o in text.split(b'\0') if b'=' in o)
+
+# Of the variables that the notebook was started with, those that libraries of its kind read
+_OF_LIBRARIES = re.compile('(OMP|MKL|KMP|OPENBLAS|NUMEXPR|TORCH|PYTORCH|NCCL|GLOO|CUBLAS|CUDNN|HF|'
+                           'TRANSFORMERS|TOKENIZERS|TIMM|FASTAI|WANDB|COMET|MLFLOW|NEPTUNE|TF|'
+                           'PYTHON|LC)_?[A-Z_0-9]*|PYTHON[A-Z]+|LANG|TZ')
+
+def surroundings(is_local, names):
+    """Return `(environment, working directory, import path)` of this process. To another machine go
+    the variables with these names, those that were set since this process began, and libraries';
+    of all but the first none that looks like a secret"""
+    now,first = Surroundings.now(),env_at_start()
+    def goes(k, v):
+        if is_local or k in names: return True
+        is_wanted = first.get(k) != v or _OF_LIBRARIES.fullmatch(k)
+        return is_wanted and not has_secret(k, v)
+    env = {k:v for k,v in now.env.items() if goes(k, v)}
     # '' stays: it is the working directory
     return env, now.cwd, [os.path.abspath(o) if o else o for o in now.path]
 
