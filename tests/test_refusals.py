@@ -178,13 +178,13 @@ def test_a_torch_without_distributed_says_what_runs_instead(monkeypatch, capsys)
     monkeypatch.setattr(group, 'has_distributed', lambda: False)
     learn = make_learner()
     with learn.no_bar(): learn.distrib_fit(1, nprocs=2)
-    assert 'training in this process' in capsys.readouterr().out and len(learn.recorder.values) == 1
+    assert 'running in this process' in capsys.readouterr().out and len(learn.recorder.values) == 1
 
 
 def test_one_worker_is_this_process(capsys):
     learn = make_learner()
     with learn.no_bar(): learn.distrib_fit(1)
-    assert 'No GPU: training in this process. nprocs=2' in capsys.readouterr().out and len(learn.recorder.values) == 1
+    assert 'No GPU: running in this process. nprocs=2' in capsys.readouterr().out and len(learn.recorder.values) == 1
 
 
 def test_an_option_that_nobody_has():

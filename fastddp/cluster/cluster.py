@@ -362,7 +362,8 @@ class Cluster:
         lines = [row('rank', 'pid', 'device', 'memory', 'busy', 'runs')]
         for r,(pid,device) in enumerate(zip(self.pids, self.devices)):
             busy = 'dead' if r in dead else 'yes' if running else 'no'
-            lines.append(row(str(r), str(pid), device, memory[r], busy, running or self.last_run))
+            runs = running or (self.last_run and f"last: {self.last_run}")
+            lines.append(row(str(r), str(pid), device, memory[r], busy, runs))
         return '\n'.join(lines)
     def info(self):
         "Return a description of the cluster and its workers, as text"

@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
-import contextvars, uuid, warnings, weakref
+import contextvars, os, uuid, warnings, weakref
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
@@ -15,6 +15,8 @@ from fastai.callback.core import CancelEpochException
 from fastcore.basics import store_attr
 from fastcore.foundation import L
 import numpy as np, torch
+try: import fcntl
+except ImportError: fcntl = None    # not on Windows, where there are no workers
 
 from ..base.errors import HOSTS_ARE_RAY, CantDistribute
 from ..base.scoped import with_attrs, with_context
@@ -288,11 +290,28 @@ def claimed_file(learn):
     if _claimed.get(path) is learn:     # by the block around this one
         yield
         return
-    if _claimed.setdefault(path, learn) is not learn:
-        raise CantDistribute(f"Another fit writes its checkpoints to {path}. Give this learner a "
-                             "folder of its own: learn.model_dir='models/other'.")
-    try: yield
+    taken = CantDistribute(f"Another fit writes its checkpoints to {path}. Give this learner a "
+                           "folder of its own: learn.model_dir='models/other'.")
+    if _claimed.setdefault(path, learn) is not learn: raise taken
+    try:
+        with _locked_folder(path.parent, taken): yield
     finally: del _claimed[path]
+
+@contextmanager
+def _locked_folder(folder, error):
+    "Context manager with the lock of a folder; raise `error` if another process has it."
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        fd = os.open(folder, os.O_RDONLY)
+    except OSError:     # the first checkpoint says so
+        yield
+        return
+    try:
+        try: fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
+        except BlockingIOError: raise error
+        except OSError: pass        # a file system without locks
+        yield
+    finally: os.close(fd)
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bba
 def checkpoint_writer():

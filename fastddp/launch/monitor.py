@@ -210,7 +210,12 @@ class Monitor:
         is_by_death = died and (not failed or is_echo(failed[0]))
         if is_by_death: err = self._death(*next(iter(died.items())))
         else: err = self._raised(*failed)
-        err.others = tuple(map(str, failed if is_by_death else failed[1:]))
+        first,others = (None,failed) if is_by_death else (failed[0],failed[1:])
+        # one that all workers have raised is shown once
+        alike = [f for f in others if first and (f.kind,f.message) == (first.kind,first.message)]
+        ranks = ', '.join(f'rank {f.rank}' for f in alike)
+        err.others = (*([f"{ranks} raised the same"] if alike else []),
+                      *(str(f) for f in others if not any(f is o for o in alike)))
         return err
     def _expects_more(self):
         """Return True if all failures so far are echoes of another one, or if ranks of a group that

@@ -245,11 +245,11 @@ def why_no_workers(nprocs, gpus, launcher):
     "Return why the fit runs in this process, as a line for the user; None if it runs on workers"
     if launcher is not None: return None
     if not group.has_distributed():
-        return "This torch has no torch.distributed on this system: training in this process."
+        return "This torch has no torch.distributed on this system: running in this process."
     if gpus is not None or workers_for(nprocs)[0] > 1: return None
-    if nprocs == 1: return "One worker: training in this process."
-    if group.n_gpus(): return "One GPU: training in this process."
-    return "No GPU: training in this process. nprocs=2 starts two workers on the CPU."
+    if nprocs == 1: return "One worker: running in this process."
+    if group.n_gpus(): return "One GPU: running in this process."
+    return "No GPU: running in this process. nprocs=2 starts two workers on the CPU."
 
 # %% ../../nbs/launch/508_options.ipynb #6c0e5a11
 def in_launched_group():

@@ -37,7 +37,7 @@ PHASES = {
     'train': "all that followed, on rank 0",
     'validate': "all that followed, on rank 0",
     'back': "weights and all else into the notebook's learner",
-    'failed': "runs that failed before this one"}
+    'failed': "tries that failed"}
 
 # %% ../../nbs/launch/504_report.ipynb #0b03e985
 # Kind of a rank's time -> what it is, and its colour, which is visible on white and on black. In

@@ -275,7 +275,7 @@ class Panel:
     @property
     def text(self):
         "Everything as text, of each text the last 10 million characters"
-        texts = [o.get('text/plain', '')+'\n' if kind == 'display' else o
+        texts = [_text_of(o)+'\n' if kind == 'display' else o
                  for kind,o,*_ in [*self.items]]
         return '\n'.join(map(visible_text, ''.join(texts).split('\n')))
     def html(self):
@@ -288,6 +288,15 @@ def _pre(text):
     lines = '\n'.join(map(visible_text, text[-_SHOWN:].split('\n'))).strip('\n')
     plain = re.sub(r'\x1b\[[0-9;]*m', '', lines)
     return f'<pre style="margin:0">{html.escape(plain)}</pre>' if plain else ''
+
+def _text_of(data):
+    "A display's data as text"
+    plain = data.get('text/plain', '')
+    if 'text/html' not in data or not plain.startswith('<IPython.core.display'): return plain
+    text = re.sub(r'\s+', ' ', re.sub(r'(?s)<style.*?</style>', '', data['text/html']))
+    text = re.sub(r'\s*</?(tr|p|div|br|pre)\b[^>]*>\s*', '\n', text)
+    text = html.unescape(re.sub('<[^>]*>', ' ', text))
+    return '\n'.join(' '.join(o) for line in text.splitlines() if (o := line.split()))
 
 def _html_of(data):
     "A display's data as HTML"

@@ -6,9 +6,9 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, errno, gc, importlib, marshal, os, pickle, pkgutil, shutil, signal, socket
+import atexit, ctypes, errno, gc, importlib, json, marshal, os, pickle, pkgutil, shutil, signal
 from contextlib import contextmanager, suppress
-import stat, struct, subprocess, sys, tempfile, threading, time, traceback, warnings
+import socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
 from multiprocessing import connection
 from typing import NamedTuple
@@ -294,14 +294,14 @@ def _begin_helper(parent_pid): # As of `serve`
 def serve(
     fd,         # Descriptor of the socket to the notebook
     parent_pid, # The process whose death kills this one; 0: only the socket's end does
-    modules,    # What to import, as `preloads` returns it
-    libraries=(),   # Other modules to import; one that fails is left out
-    path=None       # `sys.path` for these imports
+    file_fd     # Descriptor of a file with `modules`, `libraries` and `path`, in JSON
 ):
-    """Run the helper: import `modules`, send what they have set, then fork a worker for each
-    request; doesn't return. With `libraries` it exits instead if it can't fork afterwards"""
+    """Run the helper: import `modules`, as `preloads` returns them, send what they have set, then
+    fork a worker for each request; doesn't return. With `libraries`, which it imports from `path`
+    if they can be, it exits instead if it can't fork afterwards"""
     global _in_worker
     _in_worker = True
+    with open(file_fd) as f: modules,libraries,path = json.load(f)
     gpus = _begin_helper(parent_pid)
     gc.disable()    # collections would take a third of the time of the imports
     for o in modules: _import(o)
@@ -369,12 +369,15 @@ class _Helper:
         self.marks = None
         self.forks_lack_gpu = False     # True if CUDA was started in it
         parent_pid = os.getpid() if in_main_thread() else 0
-        args = theirs.fileno(),parent_pid,preloads()
-        if libraries: args += libraries,[o for o in sys.path if isinstance(o, str)]
-        call = f'serve{args!r}'
+        path = [o for o in sys.path if isinstance(o, str)]
         # the notebook has shown what the libraries print
         out = subprocess.DEVNULL if libraries else None
-        with theirs: self.popen = _start_python(call, [theirs.fileno()], out)
+        # a command line may be too short for it, and is shown by ps and top
+        with theirs, tempfile.TemporaryFile('w+') as f:
+            json.dump((preloads(),libraries,path), f)
+            f.seek(0)
+            call = f'serve{theirs.fileno(),parent_pid,f.fileno()}'
+            self.popen = _start_python(call, [theirs.fileno(), f.fileno()], out)
     def is_ready(self):
         "True once it can fork workers and has sent its marks, None before, False if it has ended"
         with self.reading:      # of two threads, one would wait for a second message

@@ -1,5 +1,5 @@
 """A fit that was cut goes on as if nothing had happened: same lists, same table, same weights."""
-import contextlib, errno, gc, importlib, io, os, re, signal, sys, threading, weakref
+import contextlib, errno, gc, importlib, io, os, re, signal, subprocess, sys, threading, weakref
 import pytest
 from fastai.callback.core import Callback
 from fastai.callback.training import GradientClip
@@ -472,10 +472,27 @@ def test_one_process_writes_checkpoints(how, tmp_path, capsys):
     with pytest.raises(Exception, match='on purpose'):
         make(*fault).distrib_fit_one_cycle(3, .05, checkpoint='epoch', restarts=2, **how)
     said = capsys.readouterr().out
-    assert 'training in this process' in said and 'Without workers restarts= has no effect.' in said
+    assert 'running in this process' in said and 'Without workers restarts= has no effect.' in said
     learn = make(*fault)        # which doesn't come again
     learn.distrib_resume('distrib')
     assert history(learn) == history(whole)
+
+
+def test_another_kernel_that_writes_the_same_checkpoint(tmp_path):
+    "Each would delete what the other one is writing"
+    folder = tmp_path/'models'
+    folder.mkdir()
+    script = ('import fcntl, os, sys; fcntl.flock(os.open(sys.argv[1], os.O_RDONLY), fcntl.LOCK_EX);'
+              'print(1, flush=True); input()')
+    other = subprocess.Popen([sys.executable, '-c', script, folder], stdin=subprocess.PIPE,
+                             stdout=subprocess.PIPE)
+    learn = learner(tmp_path)
+    learn.path = tmp_path
+    with other:
+        other.stdout.read(1)
+        with pytest.raises(CantDistribute, match='Another fit writes its checkpoints'): train(learn, checkpoint='epoch')
+    train(learn, checkpoint='epoch')
+    assert (folder/'distrib.ckpt').exists()
 
 
 def test_a_path_is_no_state(tmp_path):

@@ -39,24 +39,6 @@ def launcher():
 def shown(err): return err._render_traceback_()
 
 
-@pytest.mark.parametrize('name', ['distrib_fit', 'distrib_validate'])
-def test_a_callback_that_distributes_once_more(name, launcher):
-    "On a worker, which has a process group: the advice is for that"
-    class Nested(Callback):
-        def after_epoch(self): getattr(self.learn, name)(*[1]*(name == 'distrib_fit'))
-    with pytest.raises(RankRaised, match=r'a worker of a fit[\s\S]*calls learn.validate\(\)'):
-        make_learner(cbs=Nested()).distrib_fit(1, nprocs=2, launcher=launcher)
-
-
-def test_a_failed_jobs_display_has_the_cause(launcher):
-    "It stands behind a line break in fastai's message"
-    class Fails(Callback):
-        def before_batch(self): raise ValueError('the cause')
-    job = make_learner(cbs=Fails()).distrib_fit(1, nprocs=2, launcher=launcher, wait=False)
-    assert isinstance(job.exception(), RankRaised)
-    assert 'event `before_batch`: the cause' in job.log and 'job.result() raises it' in job.log
-
-
 @pytest.mark.parametrize('num_workers', [0, 2])
 def test_a_bad_file(folder, num_workers):
     "Own lines first and once, then the item that failed and those of its batch, with their paths"
@@ -230,3 +212,29 @@ def test_what_cannot_travel_is_named_down_to_the_variable(what, path, monkeypatc
     with pytest.raises(NotPicklable) as e: learn.distrib_fit(1, nprocs=2)
     cell['fh'].close()
     assert e.value.path == path and e.value.__cause__ is None and e.value.__context__ is None
+
+
+@pytest.mark.parametrize('name', ['distrib_fit', 'distrib_validate'])
+def test_a_callback_that_distributes_once_more(name, launcher):
+    "On a worker, which has a process group: the advice is for that"
+    class Nested(Callback):
+        def after_epoch(self): getattr(self.learn, name)(*[1]*(name == 'distrib_fit'))
+    with pytest.raises(RankRaised, match=r'a worker of a fit[\s\S]*calls learn.validate\(\)'):
+        make_learner(cbs=Nested()).distrib_fit(1, nprocs=2, launcher=launcher)
+
+
+def test_what_all_workers_raise_is_shown_once(launcher):
+    class Fails(Callback):
+        def before_batch(self): raise ValueError('the cause')
+    with pytest.raises(RankRaised, match=r'Other workers:\n  rank \d raised the same') as e:
+        make_learner(cbs=Fails()).distrib_fit(1, nprocs=2, launcher=launcher)
+    assert str(e.value).count('the cause') == 4     # headline, traceback, and the line of code in both
+
+
+def test_a_failed_jobs_display_has_the_cause(launcher):
+    "It stands behind a line break in fastai's message"
+    class Fails(Callback):
+        def before_batch(self): raise ValueError('the cause')
+    job = make_learner(cbs=Fails()).distrib_fit(1, nprocs=2, launcher=launcher, wait=False)
+    assert isinstance(job.exception(), RankRaised)
+    assert 'event `before_batch`: the cause' in job.log and 'job.result() raises it' in job.log

@@ -142,6 +142,12 @@ if __name__ == '__main__': spawn(hold, nprocs=2)
 '''
 
 
+def test_a_helpers_command_line_is_short():
+    "It may import a thousand modules; ps and top show the line"
+    helper = next(o for o in psutil.Process().children() if 'process.helper' in ' '.join(cmdline(o)))
+    assert len(' '.join(cmdline(helper))) < 1000
+
+
 def cmdline(proc):
     try: return proc.cmdline()
     except psutil.NoSuchProcess: return []

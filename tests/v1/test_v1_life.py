@@ -127,7 +127,7 @@ def test_refusals():
 def test_without_workers_it_runs_here(capsys):
     learn = plain(4)
     learn.distrib_fit(1)
-    assert 'training in this process' in capsys.readouterr().out and len(learn.recorder.val_losses) == 1
+    assert 'running in this process' in capsys.readouterr().out and len(learn.recorder.val_losses) == 1
     seed(5); learn = plain(4); learn.distrib_fit(1, launcher=InProcess())      # the only rank, for the debugger
     seed(5); one = plain(4); one.fit(1)
     same_weights(learn, one)
