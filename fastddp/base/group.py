@@ -309,7 +309,9 @@ def all_gather_stacked(t):
     "Return the `t` of every rank, stacked, on its device; on an accelerator the host doesn't wait"
     if backend() == 'gloo': return torch.stack(_all_gather(t))
     out = t.new_empty(world_size(), *t.shape)
-    dist.all_gather_into_tensor(out, t)
+    # torch 2.14 has renamed it
+    gather = getattr(dist, 'all_gather_single', None) or dist.all_gather_into_tensor
+    gather(out, t)
     return out
 
 # %% ../../nbs/base/009_group.ipynb #8d3c4944

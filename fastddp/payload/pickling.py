@@ -11,13 +11,14 @@ from contextlib import contextmanager
 from functools import partial
 from typing import NamedTuple
 
+import torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
 from .columns import holds_any, stand_ins
 from .models import load_script
 from .reducers import (
-    copies, load_array, load_storage, own_array, reduce, set_decorated)
+    copies, load_array, load_storage, own_array, reduce, reduces, set_decorated)
 
 # %% ../../nbs/payload/102_pickling.ipynb #b3420573
 class Payload(NamedTuple):
@@ -217,6 +218,16 @@ class CellLoader:
         if self.define: _define(self.home, cls)
 
 # %% ../../nbs/payload/102_pickling.ipynb #9b4eaae5
+@reduces(torch.device)
+def _(device, pickler): return load_device,(str(device),)
+
+def load_device(name,
+    to=None # In a worker with a GPU: that one; `Reads` adds it
+):
+    "Return a device. The notebook's GPU is the worker's own there, as for tensors"
+    device = torch.device(name)
+    return to if to is not None and device.type == torch.device(to).type else device
+
 _LEAST_IMPORT = .01     # seconds of processor time
 imports = []            # `(module, seconds, names of all modules)` of imports by `load` so far
 
@@ -244,6 +255,7 @@ class Reads:
         keep = cells.home is not None       # in a worker
         # id of a function that pickles call -> what they call here instead
         self._instead = {id(load_storage): partial(load_storage, to=device, back=back, keep=keep),
+                         id(load_device): partial(load_device, to=device if keep else None),
                          id(load_script): partial(load_script, to=device),
                          id(load_array): partial(own_array, keep=keep),
                          id(cloudpickle.subimport): _subimport,

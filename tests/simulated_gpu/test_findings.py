@@ -218,3 +218,20 @@ def test_a_leaf_that_a_splitter_adds_is_trained():
     assert bool((one.model.leaf != 1).all())
     assert_alike(one, many)
     assert largest([one.model.leaf.detach()], [many.model.leaf.detach()]) < 1e-5
+
+
+class Noise(Callback):
+    "As torch's tutorials begin: `device = torch.device('cuda:0')`"
+    run_valid = False
+    def __init__(self, device): self.device = device
+    def before_batch(self): self.learn.xb = (self.x+torch.zeros(1, device=self.device),)
+
+
+@on_gpus()
+def test_the_device_of_the_notebook_is_the_workers_own():
+    "An attribute and a variable of a cell; the notebook's stay as they are"
+    device = gpu(0)
+    cb = Noise(device)
+    loss = lambda p, y: nn.functional.cross_entropy(p, y, weight=torch.ones(p.shape[1], device=device))
+    learner(cbs=cb, loss=loss).distrib_fit(1)
+    assert cb.device == device == gpu(0)
