@@ -1,5 +1,5 @@
 """A process with simulated GPUs that runs tests: `python -m simulated_gpu.server FD`, see `simulated_gpu.Server`"""
-import faulthandler, gc, importlib, sys, traceback
+import faulthandler, gc, importlib, sys, traceback, warnings
 from multiprocessing.connection import Connection
 from pathlib import Path
 from . import device
@@ -34,6 +34,8 @@ def run(file, name, kwargs):
 
 def main(fd):
     faulthandler.enable()
+    # a user sees torch's warnings about our calls in the progress bar
+    warnings.filterwarnings('error', category=FutureWarning, module=r'(fastddp|torch.distributed)\b')
     torch.set_num_threads(1)
     helper.warm()       # it stays from test to test, whatever workers import on a busy machine
     helper._LEAST_SECONDS = float('inf')
