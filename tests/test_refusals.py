@@ -229,6 +229,17 @@ def test_a_way_out_without_a_change_of_a_library():
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
 
 
+def test_data_parallel():
+    "As in many notebooks on Kaggle: by torch, and by fastai's `to_parallel`, `parallel_ctx`"
+    pytest.importorskip('accelerate')
+    import fastai.distributed
+    learn = make_learner(model=lambda: nn.DataParallel(mlp()))
+    refused(learn, r'learn.model = learn.model.module', nprocs=2)
+    learn = make_learner().to_parallel()
+    refused(learn, r'learn.detach_parallel\(\)', nprocs=2)
+    with pytest.raises(CantDistribute, match='DataParallel'): learn.distrib_get_preds(nprocs=2)
+
+
 @pytest.mark.parametrize('dls', [None, DataLoaders()])
 def test_a_learner_without_data(dls):
     refused(Learner(dls, mlp(), loss_func=nn.CrossEntropyLoss(), path='.'), 'This learner has no data', nprocs=2)

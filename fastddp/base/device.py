@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/007_device.ipynb #7e8fa8af
-import gc
+import gc, sys
 from contextlib import contextmanager, suppress
 
 import torch
@@ -91,6 +91,35 @@ def device_restored():
             if is_started():
                 gc.collect()
                 device_module().empty_cache()
+
+# %% ../../nbs/base/007_device.ipynb #76ad0e7d
+_WORTH_TELLING = 2**30      # bytes on a GPU
+
+def held_by_notebook():
+    """Free what this process needs no more on its GPUs; return, in a sentence, what it holds there,
+    '' if that is little"""
+    if not is_started(): return ''
+    gc.collect()
+    device_module().empty_cache()
+    held = [(device_module().memory_allocated(i), f"on GPU {i}") for i in range(n_gpus())]
+    variables = [*vars(sys.modules['__main__']).copy().items()]
+    of_names = sorted(((_bytes_on_gpus(v), k) for k,v in variables if k[:1] != '_'), reverse=True)
+    where,names = (', '.join(f"{n/2**30:.1f} GB {k}" for n,k in o if n >= least) for o,least in
+                   ((held, _WORTH_TELLING), (of_names[:3], _WORTH_TELLING/10)))
+    return where and (f"The notebook holds {where}{names and ', of which '}{names}. `del` frees a "
+                      "variable; what no variable holds may belong to the last error, until "
+                      "another one comes (1/0).")
+
+def _bytes_on_gpus(v):
+    "Return the bytes on GPUs of a tensor, a module, a learner, or a list, tuple or dict of tensors"
+    if isinstance(getattr(v, 'model', None), torch.nn.Module):
+        state = getattr(getattr(v, 'opt', None), 'state', None) or {}
+        return _bytes_on_gpus(v.model)+sum(map(_bytes_on_gpus, [*state.values()]))
+    if isinstance(v, torch.nn.Module): tensors = [*v.parameters(), *v.buffers()]
+    else: tensors = v.values() if type(v) is dict else v if type(v) in (list,tuple) else [v]
+    tensors = [t for t in tensors if isinstance(t, torch.Tensor)]
+    return sum(t.nbytes for o in tensors for t in (o, o.grad if o.is_leaf else None)
+               if t is not None and is_accelerator(t.device))
 
 # %% ../../nbs/base/007_device.ipynb #b49c2766
 def visible_cores():

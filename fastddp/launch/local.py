@@ -12,8 +12,9 @@ import torch
 from fastcore.basics import noop
 
 from ..base import group
-from ..base.device import (
-    accelerator_type, device_module, is_accelerator, is_out_of_memory, visible_cores)
+from fastddp.base.device import (
+    accelerator_type, device_module, held_by_notebook, is_accelerator, is_out_of_memory,
+    visible_cores)
 from ..base.errors import GroupTimeout, RankRaised
 from ..base.scoped import delay_interrupts, with_attrs
 from .engine import Job
@@ -113,6 +114,7 @@ class Local(WorkerLauncher):
     ):
         super().__init__(backend, threads, see, interrupt_grace, timeout, live, idle)
         self.gpus = gpus
+        self._has_told = False      # what the notebook holds on its GPUs
     def _gpus(self, nprocs):
         """Return the GPU of each rank as a list, which is empty for the CPU. Callers of `run` see
         to it that there are `nprocs` of them, as `workers_for` of `launch.options` does"""
@@ -182,6 +184,9 @@ class Local(WorkerLauncher):
         """Look once whether these GPUs can exchange data: have the workers exchange a megabyte. If
         the GPUs can do it only without P2P, workers go on without, and one line says so; raises
         failures of another kind"""
+        if self._gpus(nprocs) and not self._has_told:
+            self._has_told = True
+            if held := held_by_notebook(): print_line(held)
         if not self.needs_p2p_check(nprocs): return
         why = self._why_no_exchange(nprocs, interrupts)
         if why:

@@ -12,6 +12,7 @@ from time import monotonic
 from fastcore.basics import store_attr
 
 from .engine import EpochEnd, Outcome, add_state
+from ..base.device import held_by_notebook, is_out_of_memory
 from ..base.errors import GroupTimeout, NotPicklable, RankDied, RankRaised
 from ..base.failure import (
     first_failure, is_echo, is_timeout, job_stack, waits_for_ranks)
@@ -239,6 +240,9 @@ class Monitor:
         err = RankRaised.like(failure, original) if original and alike else RankRaised(failure)
         err.__cause__ = original
         err.log = self._log(err.rank, 1000)
+        # the learner itself is on the CPU meanwhile
+        if is_out_of_memory(failure.message) and (held := held_by_notebook()):
+            err.remedy = f"{err.remedy} {held}"
         if lacks := lacking(failure.contents):
             some = ', '.join(lacks[:4])+(' ...' if lacks[4:] else '')
             err.remedy = (f"{err.remedy} The notebook has set something in {some}, and the worker "

@@ -9,9 +9,11 @@ __all__ = []
 import _thread, threading, traceback, warnings
 from contextlib import contextmanager, nullcontext
 
+import torch
 from fastcore.basics import noop, store_attr
 from torch import nn
 from torch.nn.parameter import UninitializedParameter
+from torch.utils._pytree import tree_flatten
 
 from ..base.device import OutOfMemory, device_module, is_accelerator
 from ..base.errors import CantDistribute, RankRaised, WorkerError, shorten_traceback
@@ -74,7 +76,27 @@ def offloaded(learn,
             warnings.warn(f"fastddp: learn has no room on {gpus} any more, so it stays on the CPU. "
                           "Free memory there: the next fit moves it back.")
 
+# %% ../../nbs/launch/511_session.ipynb #efee017b
+# What fastai's own end of a fit leaves there. One that failed has kept its last batch, with the graph
+_WITHOUT_BATCH = dict(xb=(None,), yb=(None,), pred=None, loss=None, loss_grad=None)
+
+def _drop_batch(learn):
+    "Free what a local fit that failed has left on a GPU"
+    left = [vars(learn).get(k) for k in _WITHOUT_BATCH]
+    if any(is_accelerator(t.device) for t in _tensors_in(left)): vars(learn).update(_WITHOUT_BATCH)
+
+def _tensors_in(o): return [t for t in tree_flatten(o)[0] if isinstance(t, torch.Tensor)]
+
 # %% ../../nbs/launch/511_session.ipynb #8072d9c1
+def _refuse_parallel(learn):
+    "Raise `CantDistribute` if the learner trains by torch's DataParallel, on all GPUs at once"
+    cbs = getattr(learn, 'cbs', None) or getattr(learn, 'callbacks', ())
+    if isinstance(learn.model, nn.DataParallel): undo = "learn.model = learn.model.module"
+    elif any(type(o).__name__ == 'ParallelTrainer' for o in cbs): undo = "learn.detach_parallel()"
+    else: return
+    raise CantDistribute("This learner trains by nn.DataParallel, which has one process use all "
+                         f"GPUs; workers have one each. Write {undo} before.")
+
 _HAS_GPU = ("A distrib_ctx block of another learner has GPU {}. Pass other gpus=, or begin after "
             "the block.")
 
@@ -102,6 +124,7 @@ def distrib_block(
         refuse_changes(outer, asked)
         yield
         return
+    _refuse_parallel(learn)
     if in_launched_group():
         warn_without_effect(asked)
         with in_place(learn, rank_options, options): yield
@@ -155,6 +178,7 @@ class Call:
         "Handle an event that a rank emitted, or an `EpochEnd`"
     def run(self, is_last=True):
         "Try the call once and return its `Outcome`; `is_last`: no try follows if this one fails"
+        _drop_batch(self.learn)
         job = Job.of(self.job, self.snapshot())
         self.report.sent_bytes = job.payload.nbytes
         self.report.end_phase('snapshot')

@@ -1,9 +1,10 @@
 """On simulated GPUs: magics, measuring, memory that is full when the learner comes back, one GPU and eight."""
-import contextlib, io
+import contextlib, io, sys
+from unittest import mock
 import pytest
 from simulated_gpu import on_gpus
 from simulated_gpu.learners import *
-from fastddp.base import group
+from fastddp.base import device as device_of_ours, group
 
 
 @contextlib.contextmanager
@@ -52,6 +53,32 @@ def test_bench_with_a_row_that_has_no_memory():
     assert 'out of memory' in str(res)
     assert all(torch.equal(p, q) for p, q in zip(before, learn.model.parameters())) and places(learn) == {gpu()}
     learn.distrib_fit(1, gpus=[0, 1])
+
+
+@on_gpus()
+def test_what_the_notebook_holds_on_a_gpu():
+    "Those who try two GPUs because one was full: a fit that failed keeps its batch; what stays is named"
+    class Fails(Callback):
+        def after_loss(self): raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+    learn = learner(cbs=Fails())
+    learn.logger = print
+    main = sys.modules['__main__']
+    main.kept_by_a_cell = torch.ones(2**18, device=gpu())
+    try: learn.fit(1)
+    except torch.cuda.OutOfMemoryError as e: e.__traceback__ = None
+    assert learn.xb[0].device == gpu()
+    said = io.StringIO()
+    try:
+        with mock.patch.object(device_of_ours, '_WORTH_TELLING', 2**20), contextlib.redirect_stdout(said):
+            try: learn.distrib_fit(1, gpus=[1, 2])
+            except RankRaised as e: remedy = e.remedy
+            learn.remove_cb(Fails)
+            learn.distrib_fit(1, gpus=[1, 2])
+    finally: del main.kept_by_a_cell
+    assert learn.xb == (None,) and learn.pred is None
+    assert said.getvalue().count('The notebook holds 0.0 GB on GPU 0, of which 0.0 GB kept_by_a_cell') == 2, said.getvalue()
+    assert 'kept_by_a_cell' in remedy
+    learn.distrib_fit(1, gpus=[1, 2])
 
 
 @on_gpus()
