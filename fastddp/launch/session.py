@@ -77,7 +77,7 @@ def offloaded(learn,
                           "Free memory there: the next fit moves it back.")
 
 # %% ../../nbs/launch/511_session.ipynb #efee017b
-# What fastai's own end of a fit leaves there. One that failed has kept its last batch, with the graph
+# What fastai's own end of a fit leaves there. One that failed has kept its last batch and its graph
 _WITHOUT_BATCH = dict(xb=(None,), yb=(None,), pred=None, loss=None, loss_grad=None)
 
 def _drop_batch(learn):

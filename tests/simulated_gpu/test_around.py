@@ -76,7 +76,8 @@ def test_what_the_notebook_holds_on_a_gpu():
             learn.distrib_fit(1, gpus=[1, 2])
     finally: del main.kept_by_a_cell
     assert learn.xb == (None,) and learn.pred is None
-    assert said.getvalue().count('The notebook holds 0.0 GB on GPU 0, of which 0.0 GB kept_by_a_cell') == 2, said.getvalue()
+    line = 'The notebook holds 0.0 GB on GPU 0, of which 0.0 GB kept_by_a_cell'
+    assert said.getvalue().count(line) == 2, said.getvalue()
     assert 'kept_by_a_cell' in remedy
     learn.distrib_fit(1, gpus=[1, 2])
 
