@@ -229,6 +229,12 @@ def test_a_way_out_without_a_change_of_a_library():
     assert 'InProcess' not in str(NotPicklable('f.lock', 'cannot pickle'))
 
 
+def test_an_option_of_a_call_in_a_block():
+    learn = make_learner()
+    with learn.distrib_ctx(nprocs=2, launcher=InProcess()), pytest.raises(CantDistribute, match='wait= is an option of'):
+        learn.fit(1, wait=False)
+
+
 def test_data_parallel():
     "As in many notebooks on Kaggle: by torch, and by fastai's `to_parallel`, `parallel_ctx`"
     pytest.importorskip('accelerate')

@@ -52,6 +52,10 @@ def use_device(
     "Set the device of this process, and return it"
     if threads: torch.set_num_threads(threads)
     if gpu is None: return torch.device('cpu')
+    if gpu >= (n := n_gpus()):
+        raise RuntimeError(f"The notebook sees GPU {gpu}, this worker sees {n}. Set "
+                           "CUDA_VISIBLE_DEVICES in the first cell of a new kernel, before torch "
+                           "uses a GPU; with MIG, to the UUIDs of the instances.")
     device_module().set_device(gpu)
     return torch.device(accelerator_type(), gpu)
 

@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/base/009_group.ipynb #19f5bca0
-import datetime, errno, functools, gc, inspect, itertools, math, os, socket, sys, threading
-import time, weakref
+import datetime, errno, functools, gc, inspect, itertools, math, os, pickle, socket, sys
+import threading, time, weakref
 from concurrent.futures import Future
 from contextlib import contextmanager, nullcontext
 
@@ -322,21 +322,38 @@ def bytes_of(t):
 def _on_cpu(o):
     return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), o)
 
+_PIECE = 2**26      # bytes that go at once: torch has N+1 times as many on the GPU meanwhile
+
+def _in_pieces(o, exchange):
+    "Return, of each rank that `exchange` hears, the object: its pickle, a piece at a time"
+    data = pickle.dumps(_on_cpu(o))
+    first = exchange((len(data), data[:_PIECE]))
+    pieces = [[b] for _,b in first]
+    for i in range(_PIECE, max(n for n,_ in first), _PIECE):
+        for of_rank,b in zip(pieces, exchange(data[i:i+_PIECE])): of_rank.append(b)
+    return [pickle.loads(b''.join(o)) for o in pieces]
+
+def _gather(o):
+    res = [None]*world_size()
+    dist.all_gather_object(res, o)
+    return res
+
+def _broadcast(o):
+    res = [o]
+    dist.broadcast_object_list(res, 0)
+    return res
+
 def all_gather_object(
     o # What pickle takes: tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "Return the `o` of every rank as a list, in rank order, with tensors on the CPU"
     if _is_alone(): return [_on_cpu(o)]
-    res = [None]*world_size()
-    dist.all_gather_object(res, _on_cpu(o))
-    return res
+    return _in_pieces(o, _gather)
 
 def from_rank0(o):
     "Return the `o` of rank 0, on every rank, with tensors on the CPU"
     if _is_alone(): return _on_cpu(o)
-    res = [_on_cpu(o) if rank() == 0 else None]
-    dist.broadcast_object_list(res, 0)
-    return res[0]
+    return _in_pieces(o if rank() == 0 else None, _broadcast)[0]
 
 # %% ../../nbs/base/009_group.ipynb #15813590
 def all_gather_tensors(

@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/731_check.ipynb #d0651a61
 import contextlib
+from functools import partial
 from typing import NamedTuple
 
 import torch
@@ -18,12 +19,14 @@ from fastcore.basics import patch
 from torch import nn
 
 from ..base import group
+from ..base.device import is_out_of_memory
 from ..launch.options import refuse_in_launched_group
 from ..launch.training import is_kind
 from .batch import part_of
 from .loaders import check_loaders, is_lm, lay_out, plan
 from ..base.rng import CommonRNG
 from .snapshot import copy_of, left_out
+from ..output.replay import StatusLine, several
 from ..output.tables import Bold, Shown
 from ..payload.places import Places
 from ..payload.state import opt_tensors
@@ -225,6 +228,9 @@ def _no_augmentation(learn, stack):
     ds = getattr(learn.dls.train, 'dataset', None)
     if hasattr(ds, 'set_split_idx'): stack.enter_context(ds.set_split_idx(1))
 
+def _with_bs(bs, learn, stack):
+    for dl in learn.dls.loaders: dl.bs = bs
+
 def _expected(learn, on_gpu):
     """Return `{name: remove}` of what each worker does in its own way. `remove(learn, stack)` takes
     it out of a copy of the learner; what it changes in datasets the `ExitStack` restores"""
@@ -242,7 +248,8 @@ def distrib_check(self:Learner,
     **options # Of `distrib_ctx`; default without GPUs: two workers
 ):
     """Compare `steps` training steps on N workers with one process over the same global batches,
-    without what is expected to differ: dropout, augmentation, on the CPU batch norm.
+    without what is expected to differ: dropout, augmentation, on the CPU batch norm. Where a GPU
+    hasn't room for all workers' batches, both take smaller ones.
 
     Differences up to `tol`, relative to size, count as rounding. Returns an `Answer`: a row for
     batches, losses, gradients, weights and validation; its `same` says whether all of them agree,
@@ -259,7 +266,19 @@ def distrib_check(self:Learner,
     has_size = all(isinstance(dl, DataLoader) for dl in self.dls.loaders)
     is_whole = plan(self.dls.loaders[0]).how == 'whole'
     if not has_size or is_whole: options['batch'] = 'global'
-    args = self, steps, tol, options, _expected(self, on_gpu)
-    # what can't train in float64
-    with contextlib.suppress(Exception): return _compare(*args, True)
-    return _compare(*args, False)
+    removed = _expected(self, on_gpu)
+    status = StatusLine()
+    status.show(f"{several(steps, 'step')} on workers, then in this process ...")
+    try:
+        # what can't train in float64
+        with contextlib.suppress(Exception):
+            return _compare(self, steps, tol, options, removed, True)
+        # one process takes the batches of all workers, and may have no room for them
+        smaller,bs = {},min(dl.bs for dl in self.dls.loaders) if has_size else 0
+        while True:
+            try: return _compare(self, steps, tol, options, removed|smaller, False)
+            except Exception as e:
+                bs >>= 1
+                if not bs or not is_out_of_memory(e): raise
+            smaller = {f"batches above {bs}": partial(_with_bs, bs)}
+    finally: status.show('')

@@ -231,7 +231,10 @@ class Session(BaseSession):
         with (self.in_one_thread(),      # another one would set what the fit that runs has
               UserCall('fit', args, kwargs, self.asked).running(learn) as user_call):
             fit = self.plain('fit')
-            bound = bind_arguments(fit, args, kwargs)
+            options = [k for k in kwargs if k in learn.distrib_session]
+            hint = ''.join(f" {k}= is an option of learn.distrib_fit(...), outside of a block, and "
+                           "of the block." for k in options[:1])
+            bound = bind_arguments(fit, args, kwargs, hint)
             if bound: check('cbs', bound.arguments.get('cbs'), _CALLBACKS)
             if not (self.dls_factory or getattr(learn.dls, 'loaders', ())):
                 raise CantDistribute("This learner has no data: set learn.dls, such as "

@@ -147,7 +147,7 @@ def _import(entry):
 _GPUS = 'CUDA_VISIBLE_DEVICES'
 
 # Files that a process has open once it has started CUDA or ROCm, by torch or without it
-_OF_GPUS = '/dev/nvidia-uvm','/dev/kfd'
+_OF_GPUS = '/dev/nvidia-uvm','/dev/kfd','/dev/dxg'
 
 def _has_started_gpu():
     "True if this process has started a GPU, by `_OF_GPUS`"

@@ -298,6 +298,19 @@ def test_more_processes_than_gpus(monkeypatch):
     assert in_torchddp(2, me, use_gpu=False) == 0
 
 
+def in_small_pieces(rank):
+    group._PIECE = 7
+    own = dict(rank=rank, text='x'*100*rank, numbers=torch.arange(3.)+rank)
+    return [o['numbers'].tolist()+[o['rank'], len(o['text'])] for o in group.all_gather_object(own)], \
+        group.from_rank0('of rank 0'*9 if rank == 0 else None)
+
+
+def test_objects_go_in_pieces():
+    "What torch holds of them on a GPU stays small; ranks have different numbers of pieces"
+    found = ranch(2, lambda: in_small_pieces(group.rank()), caller_rank=None, ctx=TorchDDPCtx())
+    assert found == [([[0., 1., 2., 0, 0], [1., 2., 3., 1, 100]], 'of rank 0'*9)]*2
+
+
 # Failures
 
 @pytest.mark.parametrize('args,says', [((0, me), 'at least one'), ((-1, me), 'at least one')])

@@ -365,3 +365,16 @@ def test_a_regression_with_fastais_loss_is_compared_in_float64(two):
     learn.dls = DataLoaders(*(DataLoader([(x, x.sum()[None]) for x, _ in items(n)], bs=4) for n in (30, 9)))
     res = learn.distrib_check(nprocs=2, launcher=two)
     assert res.verdict == 'Same.', res
+
+
+class Full(nn.Module):
+    "A GPU that has room for five items"
+    def __init__(self): self.layers = super().__init__() or mlp()
+    def forward(self, x):
+        if len(x) > 5: raise torch.cuda.OutOfMemoryError('CUDA out of memory')
+        return self.layers(x)
+
+
+def test_where_one_process_has_no_room_for_all_workers_batches(two):
+    res = learner(bs=4, model=Full()).distrib_check(nprocs=2, launcher=two)
+    assert res.same and 'batches above 2' in res.verdict
