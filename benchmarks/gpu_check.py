@@ -1,19 +1,20 @@
 """What fastddp promises about GPUs, checked on the machine at hand: `python benchmarks/gpu_check.py`.
 
 Needs at least one GPU and about ten minutes. With one: a single NCCL rank, and two gloo ranks that share it. With
-more: all of them by NCCL, the last two in reverse order, and two ranks against one. Prints a row for each promise,
-writes them as JSON and as a page, and exits with 1 if a promise is broken.
+more: two and all of them by NCCL, the last two in reverse order, and two ranks against one. Prints a row for each
+promise, writes them as JSON and as a page after each section, and exits with 1 if a promise is broken.
 
     python benchmarks/gpu_check.py [--out FILE] [--only promises,parity] [--dry | --simulated]
 
 `--dry` runs all of it on the CPU, to see that the checks themselves work; it says nothing about GPUs. `--simulated`
 runs it on two simulated GPUs: it says nothing about speed, NCCL and drivers.
 """
-import argparse, atexit, importlib, os, sys, tempfile
+import argparse, atexit, contextlib, importlib, os, signal, sys, tempfile
 from pathlib import Path
 
-SECTIONS = ('promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop')
+SECTIONS = ('first', 'promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop')
 HERE = Path(__file__).resolve().parent
+LONGEST = 180       # seconds for a section
 
 
 def parse(args):
@@ -44,6 +45,18 @@ def simulate():
     helper.preload('simulated_gpu.device')
 
 
+@contextlib.contextmanager
+def limited():
+    "A section that hangs leaves the time to the others"
+    def over(*_): raise TimeoutError(f'no end after {LONGEST} s')
+    before = signal.signal(signal.SIGALRM, over)
+    signal.alarm(LONGEST)
+    try: yield
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+
+
 def main(args=None):
     o = parse(args)
     if o.dry: os.environ['FASTDDP_GPU_CHECK'] = 'dry'
@@ -53,12 +66,12 @@ def main(args=None):
     n = machine.n_gpus()
     if not n: sys.exit('gpu_check: no GPU is visible here; `--dry` runs the checks on the CPU.')
     table = Table()
-    print(f'{n} x {machine.name()}')
-    for section in o.only:
-        with table.of(section): importlib.import_module(f'gpu.{section}').check(table)
     folder = HERE/'results'/'gpu' if not (o.dry or o.simulated) else HERE.parent/'build'
     path = o.out or folder/f'{n}x-{machine.name().replace(" ", "-").lower()}'
-    table.save(path)
+    print(f'{n} x {machine.name()}; two ranks are {machine.two_are()}')
+    for section in o.only:
+        with table.of(section), limited(): importlib.import_module(f'gpu.{section}').check(table)
+        table.save(path)        # a lent machine may be gone soon
     promised = [r for r in table.rows if r['ok'] is not None]
     print(f'{len(promised)-len(table.broken)} of {len(promised)} hold; {path}.md')
     return len(table.broken) > 0

@@ -39,7 +39,7 @@ def test_a_section_in_a_dry_run(tmp_path):
 def test_a_dry_run_from_beginning_to_end(tmp_path):
     status, found, _ = dry(tmp_path)
     sections = {o['section'] for o in found['rows']}
-    assert sections == {'promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop'}
+    assert sections == {'first', 'promises', 'parity', 'precision', 'waits', 'speed', 'memory', 'stop'}
     assert status == 0 and not [o for o in found['rows'] if o['ok'] is False]
     assert [o for o in claims.CLAIMS if claims.missing(o, found['rows'], dry=True)] == []
 

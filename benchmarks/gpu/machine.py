@@ -25,6 +25,14 @@ def ranks(n, shared=False, **options):
     return dict(nprocs=n, launcher=Local(gpus=gpus, backend=backend, **options))
 
 
+def two():
+    "Those of two ranks: by NCCL where there are two GPUs"
+    return ranks(2, shared=not DRY and n_gpus() < 2)
+
+
+def two_are(): return 'gloo on the CPU' if DRY else f'{backend()} on two GPUs' if n_gpus() > 1 else 'gloo on one GPU'
+
+
 def shared_gpus(n):
     "Those of `n` ranks that share one; gloo takes no tensors of simulated GPUs, so there each has its own"
     return list(range(n)) if SIMULATED else [0]*n

@@ -28,7 +28,7 @@ class Sampler(threading.Thread):
 def many_fits(table, fits):
     "Memory after each of `fits` fits, a failing one among them, in a process that has used its GPU before"
     learn = learner(n=machine.size(1024, 32))
-    options, after = machine.ranks(2, shared=True), []
+    options, after = machine.two(), []
     with learn.no_bar(), learn.no_logging():
         learn.fit(1)
         for i in range(fits):
@@ -49,7 +49,7 @@ def fails(learn, options):
 
 def full(table):
     "A GPU without memory: the right error, and the next fit works"
-    learn, options = learner(n=machine.size(2048, 64)), machine.ranks(2, shared=True)
+    learn, options = learner(n=machine.size(2048, 64)), machine.two()
     with learn.no_bar(), learn.no_logging():
         e = fails(learn, options)
         table.add('out of memory on one rank: RankRaised says so', e is not None and 'OutOfMemoryError' in str(e),

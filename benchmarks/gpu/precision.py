@@ -32,9 +32,9 @@ def trains(learn, options):
 
 
 def check(table):
-    for where, options in {'one rank': machine.ranks(1), 'two ranks': machine.ranks(2, shared=True)}.items():
+    for where, options in {'one rank': machine.ranks(1), 'two ranks': machine.two()}.items():
         for name, change in KINDS.items(): table.add(f'{name}, {where}: trains', trains(change(learner()), options))
-    words(table, machine.ranks(2, shared=True))
+    words(table, machine.two())
 
 
 def words(table, options):

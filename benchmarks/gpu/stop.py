@@ -26,7 +26,7 @@ def trained(epochs, cbs=()):
     learn = learner(cbs=cbs)
     learn.dls.train.rng.seed(1)
     with learn.no_bar(), learn.no_logging():
-        try: learn.distrib_fit(epochs, 1e-3, **machine.ranks(2, shared=True))
+        try: learn.distrib_fit(epochs, 1e-3, **machine.two())
         except RankRaised: pass
     return learn.model
 
@@ -44,11 +44,11 @@ def check(table):
     learn, before = learner(cbs=Stopper()), machine.settled()
     stopped = False
     try:
-        with learn.no_bar(), learn.no_logging(): learn.distrib_fit(50, **machine.ranks(2, shared=True))
+        with learn.no_bar(), learn.no_logging(): learn.distrib_fit(50, **machine.two())
     except KeyboardInterrupt: stopped = True
     table.add('interrupt within a step: KeyboardInterrupt', stopped)
     learn.remove_cb(Stopper)
-    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, **machine.ranks(2, shared=True))
+    with learn.no_bar(), learn.no_logging(): learn.distrib_fit(1, **machine.two())
     table.add('interrupt within a step: the next fit works', len(learn.recorder.values) == 1)
     left = [b-a for a, b in zip(before, machine.settled())]
     table.add('interrupt within a step: no memory left', all(o < 32*2**20 for o in left), f'{left} bytes')

@@ -6,11 +6,11 @@ from . import machine
 
 class Table:
     "Rows `(section, what, ok, detail)`: `ok` is None for a figure that promises nothing"
-    def __init__(self): self.rows, self.section = [], ''
+    def __init__(self): self.rows, self.section, self.where = [], '', ''
     def add(self, what, ok, detail=''):
         "Adds a row and prints it"
         ok = None if ok is None else bool(ok)
-        self.rows.append(dict(section=self.section, what=what, ok=ok, detail=detail))
+        self.rows.append(dict(section=self.section, what=what, ok=ok, detail=detail, where=self.where))
         print(f"{ {True: 'PASS', False: 'FAIL', None: '    '}[ok]}  {what}  {detail}", flush=True)
     def about(self, what, value): self.add(what, None, value)
 
@@ -18,6 +18,8 @@ class Table:
     def of(self, section):
         "The rows added inside belong to `section`; what is raised there is a row, and the other sections go on"
         self.section = section
+        # the backend of two ranks, in sections whose rows don't name it
+        self.where = machine.two_are() if section in ('precision', 'memory', 'stop') else ''
         print(f'== {section}', flush=True)
         start = time.perf_counter()
         try: yield self
@@ -45,10 +47,11 @@ class Table:
                       if machine.DRY else '**Simulated GPUs: nothing here is about speed, NCCL or drivers.**']
         last = None
         for o in self.rows:
-            if o['section'] != last: lines += ['', f"## {o['section']}", '', '| what | | detail |', '|---|---|---|']
+            if o['section'] != last:
+                lines += ['', f"## {o['section']}", '', '| what | | where | detail |', '|---|---|---|---|']
             last = o['section']
-            lines.append(f"| {o['what']} | { {True: 'holds', False: '**broken**', None: ''}[o['ok']]} | "
-                         f"{_cell(o['detail'])} |")
+            held = {True: 'holds', False: '**broken**', None: ''}[o['ok']]
+            lines.append(f"| {o['what']} | {held} | {o['where']} | {_cell(o['detail'])} |")
         return '\n'.join(lines)+'\n'
 
 
