@@ -107,7 +107,7 @@ IMPORTS = r'^(?:from fastai[\w.]* import \*\n)+from fastddp\.all import \*$'    
 @pytest.mark.parametrize('path', [*TEXTS, *root.glob('nbs/*.ipynb'), *root.glob('nbs/tutorials/**/*.ipynb')],
                          ids=lambda o: o.relative_to(root).as_posix())
 def test_examples_import_fastddp_first(path):
-    "As docs/options.md advises: the helper then imports fastai while the notebook does"
+    "As docs/guide.md advises: the helper then imports fastai while the notebook does"
     text = path.read_text(encoding='utf-8')
     parts = [''.join(o['source']) for o in json.loads(text)['cells']] if path.suffix == '.ipynb' else [text]
     assert [o for o in parts if re.search(IMPORTS, o, re.M) and '#| hide' not in o] == []

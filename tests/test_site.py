@@ -26,8 +26,8 @@ def test_every_page_is_listed_once():
 
 def test_links_to_what_is_no_page():
     "Become text, or lead to the address, if there is one"
-    text = '[a](../LICENSE) [b](options.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../README.md) [f](#top)'
-    rest = '[b](options.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../index.md) [f](#top)'
+    text = '[a](../LICENSE) [b](guide.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../README.md) [f](#top)'
+    rest = '[b](guide.md#platforms) [c](https://x.y) ![d](lesson.png) [e](../index.md) [f](#top)'
     assert website.linked(text, 'docs/gpus.md') == f'a {rest}'
     assert website.linked(text, 'docs/gpus.md', 'https://h/a') == f'[a](https://h/a/blob/main/LICENSE) {rest}'
 
@@ -149,7 +149,7 @@ def test_the_sidebar_is_for_readers(site):
     index = (site/'index.html').read_text(encoding='utf-8')
     begin = index.index('sidebar-tree')
     listed, rest = index[begin:index.index('</aside>', begin)], index[index.index('</aside>', begin):]
-    assert 'docs/jobs.html' in listed and 'docs/checkpoints.html' in listed and 'nbs/tutorials/vision.html' in listed
+    assert 'docs/guide.html' in listed and 'nbs/tutorials/vision.html' in listed
     for o in 'CONTRIBUTING', 'docs/modules', 'docs/maintainers/same_answer', 'nbs/launch/508_options':
         assert f'{o}.html' not in listed and (site/f'{o}.html').exists()
     assert 'CONTRIBUTING.html' in rest

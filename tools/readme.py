@@ -36,8 +36,7 @@ def speed(machine='cpu-2core'):
              f'| a second fit in a block, all but training | {start[2]} | |']
     lines += [f"| items per second, two workers over one: {what} | {ratio(model, 'speed_up')} | a DDP script: "
               f"{ratio(model, 'speed_up_of_script')} |"
-              for model, what in dict(convnet='a convnet', text='a text classifier', tabular='a table',
-                                      mlp='a tiny MLP').items()]
+              for model, what in dict(convnet='a convnet', mlp='a tiny MLP').items()]
     about = results.get('throughput', {}).get('about', {})
     return '\n'.join(lines)+(f"\n\nMeasured with torch {about.get('torch')}, {about.get('date')}; "
                              '[the benchmarks](../benchmarks/README.md) have the rest.')

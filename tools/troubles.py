@@ -96,7 +96,7 @@ PAGE = {
     'an operator of the notebook': (
         "RankRaised: rank 1 raised AttributeError: '_OpNamespace' 'mine' object has no attribute 'twice'",
         "`torch.library` registers an operator in the process in which it is defined; "
-        "docs/options.md, \"What workers run first\", has an example."),
+        "docs/guide.md, \"What workers run first\", has an example."),
     'name not known': (
         "RankRaised: rank 0 raised NameError: name 'helper' is not defined",
         "Functions of the notebook are sent with the globals that they use; a name made by `exec` or a magic "

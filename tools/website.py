@@ -25,14 +25,11 @@ OTHERS = [f'nbs/{o}' for o in sidebar.sections()['tutorials']
           if f'nbs/{o}' not in (*PLACES, WORTH_IT) and o.stem != 'lesson']
 # A reader's order; the README is the first page
 ORDER = {
-    'Begin': ['nbs/lesson.ipynb', WORTH_IT, 'docs/which_call.md'],
+    'Begin': ['nbs/lesson.ipynb', WORTH_IT, 'docs/guide.md'],
     'Tutorials': OTHERS,
-    'Use': ['docs/options.md', 'docs/learning_rate.md', 'docs/same_answer.md', 'docs/what_comes_back.md',
-            'docs/jobs.md', 'docs/checkpoints.md', 'docs/vocabulary.md'],
-    'When things go wrong': ['nbs/troubles.ipynb', 'docs/long_fits.md'],
-    'Where it runs': ['docs/vscode_colab.md', 'docs/editors.md', 'docs/workstation.md', *PLACES,
-                      'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md', 'nbs/security.ipynb'],
-    'Coming from': ['docs/coming_from.md', 'docs/course.md', 'docs/fastai_v1.md'],
+    'Use': ['docs/same_answer.md', 'docs/what_comes_back.md', 'docs/vocabulary.md', 'nbs/troubles.ipynb'],
+    'Where it runs': [*PLACES, 'docs/several_machines.md', 'docs/torchrun.md', 'docs/gpus.md', 'nbs/security.ipynb'],
+    'Coming from': ['docs/coming_from.md', 'docs/fastai_v1.md'],
     'How it works': ['docs/how_it_works.md', 'docs/glossary.md', 'docs/works_with.md', 'benchmarks/README.md'],
     'Reference': [*api.PAGES, 'CHANGELOG.md']}
 # The first of those for maintainers: the README leads to it, the sidebar has none of them
@@ -47,6 +44,13 @@ LISTED = {o for v in (*ORDER.values(), *UNDER.values()) for o in v}
 ORDER['Use'] += sorted(o for o in (f'docs/{p.name}' for p in (root/'docs').glob('*.md')) if o not in LISTED)
 PAGES = [MAINTAINERS, *(o for v in (*ORDER.values(), *UNDER.values()) for o in v)]
 SAME = {'README.md': 'index.md', 'nbs/index.ipynb': 'index.md', 'nbs/tutorials': OTHERS[0]}
+
+
+# Pages that are a section of the guide now: addresses that others may have kept
+MOVED = dict(which_call='which-call-when', options='options', learning_rate='batch-and-learning-rate',
+             jobs='in-the-background', checkpoints='checkpoints', long_fits='a-tab-that-is-closed',
+             workstation='which-gpus', course='the-fastai-course', editors='vs-code-colab-kaggle',
+             vscode_colab='vs-code-colab-kaggle')
 
 
 def address():
@@ -170,7 +174,11 @@ def build(target):
     "Returns Sphinx's exit code; a warning, such as a link that leads nowhere, is an error"
     from sphinx.cmd.build import main
     source = assemble(target.parent/f'{target.name}-source')
-    return main(['-q', '-W', '--keep-going', '-c', str(root/'docs'), str(source), str(target)])
+    code = main(['-q', '-W', '--keep-going', '-c', str(root/'docs'), str(source), str(target)])
+    for name, section in MOVED.items():
+        goes = f'<meta http-equiv="refresh" content="0; url=guide.html#{section}">'
+        (target/'docs'/f'{name}.html').write_text(f'<!doctype html><title>fastddp</title>{goes}\n')
+    return code
 
 
 if __name__ == '__main__':

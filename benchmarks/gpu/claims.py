@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parents[2]
 RESULTS = ROOT/'benchmarks'/'results'/'gpu'
-PAGES = 'README.md', 'docs/options.md', 'docs/jobs.md', 'docs/how_it_works.md'
+PAGES = 'README.md', 'docs/guide.md', 'docs/how_it_works.md'
 BEGIN, END = '<!-- gpus: rendered by benchmarks/gpu/claims.py -->', '<!-- end of gpus -->'
 
 
@@ -28,7 +28,7 @@ CLAIMS = [
     Claim('`learn.distrib_fit_one_cycle(5)` trains on all visible GPUs, one process for each',
           (f'{ALL}, fit 1: device of each rank', f'{ALL}, fit 1: one context per worker, on its own GPU'),
           ('on all your GPUs', 'and more than one GPU. This', 'one process for each GPU', 'all visible GPUs;',
-           'over NCCL on GPUs and over gloo on the CPU'),
+           'over NCCL on GPUs and over gloo on the CPU', 'train your learner on all GPUs'),
           tests=('test_each_rank_uses_its_gpu_only',)),
     Claim('`gpus=[3, 1]`: exactly these, in this order', ('the last two GPUs in reverse, fit 1: device of each rank',),
           ('these two GPUs', '`gpus=None`', 'exactly these GPUs, in this order'),
@@ -48,6 +48,7 @@ CLAIMS = [
           real='memory of contexts and kernels'),
     Claim("while workers train, the notebook's copy of the model is on the CPU",
           ("the notebook's copy lies on the CPU while workers train",),
+          ('The notebook keeps a CUDA context, usually on GPU 0',),
           tests=('test_while_workers_train_the_notebook_holds_nothing_on_its_gpu',)),
     Claim('N GPUs with batch b are one with batch N·b, in float32 and in bf16',
           (f'{ALL}, float32 without TF32: .*', f'{ALL}, bf16: .*'), ('The same answer on N GPUs',),
@@ -97,8 +98,7 @@ CLAIMS = [
     Claim('GPUs of several machines', (),
           real='NCCL between machines'),
     Claim('background jobs on GPUs of their own', (),
-          ('so is a job that shares a GPU with another job, the open block of another learner or a standing cluster',
-           '`ranch` is not checked, since its function may use no GPU'),
+          ('so is a job that shares a GPU with another job, the open block of another learner or a standing cluster',),
           tests=('test_two_jobs_on_different_gpus',)),
     Claim('the learner stays on its GPU while a job runs, and a line says what it keeps there',
           ('a job: the learner stays where it is', 'a job: a line says what the learner keeps'),
@@ -112,7 +112,8 @@ CLAIMS = [
 # Words about GPUs that promise nothing that could fail on one
 NO_CLAIMS = ('Nothing has been run on a GPU yet', 'without a GPU on two CPU workers', 'You have one GPU.',
              "doesn't fit on one GPU", 'on simulated ones, and NCCL, speed and drivers not at all',
-             'starts threads or uses the GPU when it is imported',
+             'starts threads or uses the GPU when it is imported', '## Which GPUs', '`CUDA_VISIBLE_DEVICES=1,3 jupyter lab`',
+             'Sessions have one GPU',
              'what is promised about GPUs',
              'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs, where there are GPUs')
 

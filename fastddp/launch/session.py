@@ -368,9 +368,8 @@ class BaseSession:
                            backend=getattr(self.launcher, 'backend', None))
         if line != self.last_banner: print_line(line)
         self.last_banner = line
-        syncs_on_cpu = self.options['sync_bn'] and not self.gpus
-        of_bn = bn_note(self.learn.model, self.n) if syncs_on_cpu else None
-        for note in (of_bn, self.note()):
+        syncs,on_gpu = self.options['sync_bn'],bool(self.gpus)
+        for note in (bn_note(self.learn.model, self.n, on_gpu) if syncs else None, self.note()):
             if note: print_once(note)
     def print_summary(self, call, result):
         "Print how long the fit `call` took"

@@ -90,11 +90,18 @@ def synced_bn(model):
 
 # %% ../../nbs/shard/311_same_model.ipynb #62d67dcd
 def bn_note(model,
-            n # Number of CPU workers
+            n, # Number of workers
+            on_gpu=False
 ):
-    "Return a line for the user on batch norm in CPU workers; None without it, or for one worker"
+    """Return a line for the user on batch norm in CPU workers, or in a compiled model on GPUs; None
+    without it, or for one worker"""
     has_stats = any(isinstance(m,_BN) and m.track_running_stats for m in model.modules())
     if not has_stats or n == 1: return None
+    if on_gpu:
+        is_compiled = any(getattr(m, '_compiled_call_impl', None) or hasattr(m, '_orig_mod')
+                          for m in model.modules())
+        return is_compiled and ("Batch norm over all GPUs cuts a compiled model at each such layer. "
+                                "sync_bn=False doesn't: each GPU has the statistics of its part.")
     return ("Batch norm: on the CPU each worker normalizes its own part of a batch; running "
             "statistics are averaged over workers at the end of each epoch.")
 
