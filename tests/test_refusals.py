@@ -231,8 +231,8 @@ def test_a_way_out_without_a_change_of_a_library():
 
 def test_an_option_of_a_call_in_a_block():
     learn = make_learner()
-    with learn.distrib_ctx(nprocs=2, launcher=InProcess()), pytest.raises(CantDistribute, match='wait= is an option of'):
-        learn.fit(1, wait=False)
+    with learn.distrib_ctx(nprocs=2, launcher=InProcess()):
+        with pytest.raises(CantDistribute, match='wait= is an option of'): learn.fit(1, wait=False)
 
 
 def test_data_parallel():

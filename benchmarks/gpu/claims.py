@@ -112,8 +112,8 @@ CLAIMS = [
 # Words about GPUs that promise nothing that could fail on one
 NO_CLAIMS = ('Nothing has been run on a GPU yet', 'without a GPU on two CPU workers', 'You have one GPU.',
              "doesn't fit on one GPU", 'on simulated ones, and NCCL, speed and drivers not at all',
-             'starts threads or uses the GPU when it is imported', '## Which GPUs', '`CUDA_VISIBLE_DEVICES=1,3 jupyter lab`',
-             'Sessions have one GPU',
+             'starts threads or uses the GPU when it is imported', '## Which GPUs',
+             '`CUDA_VISIBLE_DEVICES=1,3 jupyter lab`', 'Sessions have one GPU',
              'what is promised about GPUs',
              'with one GPU or none, the fit runs in the notebook', 'more workers than GPUs, where there are GPUs')
 

@@ -14,6 +14,7 @@ from fastai.learner import Learner
 from fastcore.basics import patch
 from fastcore.foundation import L
 
+from ..base import group
 from ..base.checks import FLAG, Check, bind_arguments, check, check_all, is_whole
 from ..base.errors import CantDistribute
 from .events import OurCallback
@@ -68,7 +69,9 @@ def distrib_ctx(self:Learner,
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
                            Session, wants_no_lines(self), starts)
-    claimed = claimed_file(self) if checkpoint else contextlib.nullcontext()
+    # a launcher's ranks write none
+    writes = checkpoint and not group.in_group() and not group.under_launcher()
+    claimed = claimed_file(self) if writes else contextlib.nullcontext()
     with claimed, opened: yield self
 
 # `import fastai.distributed` replaces `distrib_ctx` by fastai's; this name, used below, stays ours

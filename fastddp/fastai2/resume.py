@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/724_resume.ipynb #44c24e8e
 import contextvars, os, uuid, warnings, weakref
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -300,6 +300,7 @@ def claimed_file(learn):
 @contextmanager
 def _locked_folder(folder, error):
     "Context manager with the lock of a folder; raise `error` if another process has it."
+    is_new = not folder.exists()
     try:
         folder.mkdir(parents=True, exist_ok=True)
         fd = os.open(folder, os.O_RDONLY)
@@ -311,7 +312,10 @@ def _locked_folder(folder, error):
         except BlockingIOError: raise error
         except OSError: pass        # a file system without locks
         yield
-    finally: os.close(fd)
+    finally:
+        os.close(fd)
+        if is_new:
+            with suppress(OSError): folder.rmdir()      # nothing was written
 
 # %% ../../nbs/fastai2/724_resume.ipynb #74500bba
 def checkpoint_writer():

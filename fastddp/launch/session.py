@@ -82,7 +82,7 @@ _WITHOUT_BATCH = dict(xb=(None,), yb=(None,), pred=None, loss=None, loss_grad=No
 
 def _drop_batch(learn):
     "Free what a local fit that failed has left on a GPU"
-    left = [vars(learn).get(k) for k in _WITHOUT_BATCH]
+    left = [vars(learn).get(k) for k in ('xb','yb','pred')]
     if any(is_accelerator(t.device) for t in _tensors_in(left)): vars(learn).update(_WITHOUT_BATCH)
 
 def _tensors_in(o): return [t for t in tree_flatten(o)[0] if isinstance(t, torch.Tensor)]
@@ -91,7 +91,8 @@ def _tensors_in(o): return [t for t in tree_flatten(o)[0] if isinstance(t, torch
 def _refuse_parallel(learn):
     "Raise `CantDistribute` if the learner trains by torch's DataParallel, on all GPUs at once"
     cbs = getattr(learn, 'cbs', None) or getattr(learn, 'callbacks', ())
-    if isinstance(learn.model, nn.DataParallel): undo = "learn.model = learn.model.module"
+    is_wrapped = isinstance(getattr(learn, 'model', None), nn.DataParallel)
+    if is_wrapped: undo = "learn.model = learn.model.module"
     elif any(type(o).__name__ == 'ParallelTrainer' for o in cbs): undo = "learn.detach_parallel()"
     else: return
     raise CantDistribute("This learner trains by nn.DataParallel, which has one process use all "

@@ -100,8 +100,9 @@ def bn_note(model,
     if on_gpu:
         is_compiled = any(getattr(m, '_compiled_call_impl', None) or hasattr(m, '_orig_mod')
                           for m in model.modules())
-        return is_compiled and ("Batch norm over all GPUs cuts a compiled model at each such layer. "
-                                "sync_bn=False doesn't: each GPU has the statistics of its part.")
+        return is_compiled and (
+            "Batch norm over all GPUs cuts a compiled model at each such layer. sync_bn=False "
+            "doesn't: each GPU has the statistics of its part.")
     return ("Batch norm: on the CPU each worker normalizes its own part of a batch; running "
             "statistics are averaged over workers at the end of each epoch.")
 
