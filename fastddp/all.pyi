@@ -35,7 +35,8 @@ class Learner(_Learner):
 
     def distrib_check(self, steps: int = 5, tol: float = 1e-05, **options) -> Answer:
         """Compare `steps` training steps on N workers with one process over the same global batches,
-        without what is expected to differ: dropout, augmentation, on the CPU batch norm."""
+        without what is expected to differ: dropout, augmentation, on the CPU batch norm. Where a GPU
+        hasn't room for all workers' batches, both take smaller ones."""
 
     def distrib_ctx(self, nprocs: int | None = None, gpus: list | None = None, batch: str = 'per_worker', sync_bn: bool = True, loss: str = 'auto', model_factory = None, dls_factory = None, launcher = None, see = (0,), restarts: int = 0, timeout: float = 1800, wait: bool = True, checkpoint: str | None = None, **ddp_kwargs) -> ContextManager[Learner]:
         """Run all training and inference of this learner inside the block on workers, which stay from

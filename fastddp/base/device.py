@@ -116,9 +116,14 @@ def held_by_notebook():
 
 def _bytes_on_gpus(v):
     "Return the bytes on GPUs of a tensor, a module, a learner, or a list, tuple or dict of tensors"
+    # whatever a cell may hold
+    try: return _sum_of_bytes(v)
+    except Exception: return 0
+
+def _sum_of_bytes(v):
     if isinstance(getattr(v, 'model', None), torch.nn.Module):
         state = getattr(getattr(v, 'opt', None), 'state', None) or {}
-        return _bytes_on_gpus(v.model)+sum(map(_bytes_on_gpus, [*state.values()]))
+        return _sum_of_bytes(v.model)+sum(map(_bytes_on_gpus, [*state.values()]))
     if isinstance(v, torch.nn.Module): tensors = [*v.parameters(), *v.buffers()]
     else: tensors = v.values() if type(v) is dict else v if type(v) in (list,tuple) else [v]
     tensors = [t for t in tensors if isinstance(t, torch.Tensor)]

@@ -25,8 +25,9 @@ from .loaders import check_loaders
 from .resume import (
     UserCall, call_from_file, call_to_resume, claimed_file, load_weights, resume_points)
 from .session import Session
+from ..launch.engine import InProcess
 from ..launch.held_gpus import running_jobs
-from ..launch.options import SEE_LOAD, Options
+from ..launch.options import SEE_LOAD, Options, why_no_workers
 from ..launch.session import distrib_block
 from ..launch.training import is_ours, wants_no_lines
 from ..shard.losses import check_loss
@@ -197,6 +198,9 @@ def distrib_resume(self:Learner,
     # other GPUs are as many workers as there are
     if 'gpus' in kwargs and 'nprocs' not in kwargs: options.pop('nprocs', None)
     if 'nprocs' in kwargs and 'gpus' not in kwargs: options.pop('gpus', None)
+    # one process goes on as a rank: fastai's own `fit` would begin anew
+    if kwargs.keys() & {'nprocs','gpus'} and why_no_workers(
+        *map(options.get, ('nprocs','gpus','launcher'))): options['launcher'] = InProcess()
     if not wait:
         call.options = options
         return start_job(self, call, True)

@@ -109,6 +109,7 @@ class UserCall:
         store_attr()
         self.run_id = uuid.uuid4().hex      # in each checkpoint of it, also of a resumed call
         self.point = ResumePoint()
+        self.metrics = None     # of the learner, when it was cut off in this kernel
         self.n_begun = 0        # fits that began since the call was made, or made again
         # the learner's callbacks when the call that runs began; `cbs=` adds more
         self.lasting = ()
@@ -139,7 +140,7 @@ class UserCall:
         point = self.point
         was_cut_off = point.state is not None and self.n_begun == point.n_complete+1
         if not was_cut_off: return None
-        point.state.restore(learn)
+        point.state.restore(learn, self.metrics)
         return point.first_epoch if point.state.changes is None else learn.epoch+1
     def cut_off(self, learn,
         epoch_end, # The state of the last complete epoch, an `EpochEnd`; None: capture `learn`
@@ -148,6 +149,7 @@ class UserCall:
     ):
         "Make the resume point of `learn`: the current fit was cut off, and continues from a state."
         state = SavedGraph.of(learn, epoch_end, places if epoch_end else None).copy()
+        self.metrics = [*learn.metrics]
         self.point = ResumePoint(self.n_begun-1, structure_of(learn), state, first_epoch)
         resume_points[learn] = self
     def complete(self, learn):
@@ -309,7 +311,7 @@ def _locked_folder(folder, error):
         return
     try:
         try: fcntl.flock(fd, fcntl.LOCK_EX|fcntl.LOCK_NB)
-        except BlockingIOError: raise error
+        except BlockingIOError: raise error from None
         except OSError: pass        # a file system without locks
         yield
     finally:

@@ -374,21 +374,23 @@ def _callbacks_of(saved, learn):
     if words: print_line(f"The fit that was cut off goes on {' and '.join(words)}.")
 
 @contextmanager
-def _metrics_of(saved, learn):
+def _metrics_of(saved, learn,
+    were # Those with which `saved` was made, if that was in this kernel, else None
+):
     """Inside, `learn` has metrics like those of the learner `saved`: its own, and those of `saved`
     in the place of those that were mended or exchanged since. Afterwards it has its own again"""
     own = learn.metrics
-    learn.metrics = [a if _is_same_metric(a, b) else b for a,b in zip_longest(own, saved.metrics)
-                     if b is not None]
+    rows = zip_longest(own, saved.metrics, were or ())
+    learn.metrics = [a if (a is was if were else _is_alike_metric(a, b)) else b
+                     for a,b,was in rows if b is not None]
     try: yield
     finally: learn.metrics = own
 
-def _is_same_metric(a, b):
+def _is_alike_metric(a, b):
     "True for metrics of one class, and of functions with the same code"
-    fs = [getattr(o, 'func', None) for o in (a, b)]
-    fs = [getattr(f, 'func', f) for f in fs]        # of a `partial`
-    codes = [getattr(f, '__code__', None) for f in fs]
     names = [(type(o).__module__, type(o).__qualname__) for o in (a, b)]
+    fs = [getattr(o, 'func', None) for o in (a, b)]
+    codes = [getattr(getattr(f, 'func', f), '__code__', None) for f in fs]      # of a `partial`
     return names[0] == names[1] and codes[0] == codes[1]
 
 _METHODS = types.FunctionType, classmethod, staticmethod, property
@@ -433,7 +435,9 @@ class SavedGraph(NamedTuple):
     def copy(self):
         "Return a copy that the learner and the workers don't write to"
         return SavedGraph(*(o and Payload(*o).copied() for o in self))
-    def restore(self, learn):
+    def restore(self, learn,
+        metrics=None # The learner's, when the graph was made; None: in another kernel
+    ):
         "Put it into a learner, and into callbacks of the same classes as those it was made with"
         meta,edges = pickle.loads(self.graph[0])
         known = Places(root_of(learn)).find(edges).objects
@@ -445,7 +449,7 @@ class SavedGraph(NamedTuple):
         # a path is no state: that of the fit may be read-only by now, or another machine's
         saved = obj['root'][0]
         vars(saved).update(path=learn.path, model_dir=learn.model_dir)
-        with _callbacks_of(saved, learn), _metrics_of(saved, learn):
+        with _callbacks_of(saved, learn), _metrics_of(saved, learn, metrics):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn), obj['root'])]
             rng = obj['rng']
             if self.changes is not None:

@@ -252,8 +252,10 @@ def take_rows(sender, rows):
     if finder not in sys.meta_path: sys.meta_path.insert(0, finder)
     if any(finder.rows.get(k, row) != row for k,row in rows.items()):
         for k in finder.rows: sys.modules.pop(k, None)
-    for k in rows.keys() - finder.rows:
-        if not _is_imported(k, rows[k]): sys.modules.pop(k, None)
+    here = [k for k in rows.keys() - finder.rows if k in sys.modules]
+    # one that stays may hold another one
+    if not all(_is_imported(k, rows[k]) for k in here):
+        for k in here: del sys.modules[k]
     finder.rows = rows
     # stubs are there at once, before what they hold: it may refer to others
     stubs = {k:finder.find_spec(k) for k,row in rows.items() if type(row.code) is tuple
@@ -266,9 +268,8 @@ def take_rows(sender, rows):
 def _is_imported(name, row):
     """True if this worker, or its helper, has imported that very code before: an import may
     register something, which can't be done twice"""
-    module = sys.modules.get(name)
-    if module is None or type(row.code) is not bytes or module.__dict__.get('__file__') != row.file:
-        return False
+    module = sys.modules[name]
+    if type(row.code) is not bytes or getattr(module, '__file__', None) != row.file: return False
     codes = written(module).code,row.code
     # `marshal` may dump equal code in two ways
     return codes[0] == codes[1] or all(codes) and operator.eq(*map(marshal.loads, codes))

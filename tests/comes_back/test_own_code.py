@@ -228,4 +228,18 @@ def test_what_a_worker_has_imported_before_is_not_run_twice(two, tmp_path, monke
     finally: del sys.modules[name]
 
 
+def test_what_a_worker_has_imported_and_what_that_uses(two, tmp_path, monkeypatch):
+    "A module that stayed would keep the other one, which was edited since"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    user, used = next(names), next(names)
+    (tmp_path/f'{used}.py').write_text('def twice(x): return 2*x')
+    (tmp_path/f'{user}.py').write_text(f'import {used}\ndef act(x): return {used}.twice(x)')
+    assert two.run(Job.of(in_worker, dump_with_patches(dict(name=user), {})), 2).results == [2, 2]
+    (tmp_path/f'{used}.py').write_text('def twice(x): return 600*x')
+    m = importlib.import_module(user)
+    try: assert there(two, user, 'm.act(1)') == [m.act(1)]*2 == [600]*2
+    finally:
+        for o in user, used: del sys.modules[o]
+
+
 def in_worker(ctx, obj): return importlib.import_module(obj['name']).act(1)

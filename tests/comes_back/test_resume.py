@@ -43,6 +43,7 @@ written = weakref.WeakKeyDictionary()       # learner -> the list of its callbac
 
 def learner(tmp_path, *fault):
     marker = str(tmp_path/'fired')
+    gc.collect()        # learners of other tests, which `written` holds weakly
     cb, steps = writer()
     learn = make_learner(cbs=[cb, *([OneFault(*fault, marker=marker)] if fault else [])], model=with_dropout)
     written[learn] = steps
@@ -277,6 +278,24 @@ def test_a_metric_that_failed_is_exchanged(mended):
     names = [o.name for o in own]
     assert [*map(id, learn.metrics)] == [*map(id, own)] and learn.recorder.metric_names[3:-1] == names
     assert len(learn.recorder.values) == 3 and len(learn.recorder.values[-1]) == 2+len(names)
+
+
+class Above(Metric):
+    "Its threshold is an attribute"
+    name = 'above'
+    def __init__(self, threshold): self.threshold, self.value = threshold, None
+    def reset(self): pass
+    def accumulate(self, learn):
+        if self.threshold is None: raise RuntimeError('no threshold')
+        self.value = float(self.threshold)
+
+
+def test_another_metric_of_the_same_class():
+    learn = make_learner(metrics=Above(None))
+    with pytest.raises(RankRaised, match='no threshold'): learn.distrib_fit(2, .05, nprocs=2)
+    learn.metrics = Above(.5)
+    learn.distrib_resume()
+    assert [row[-1] for row in learn.recorder.values] == [.5, .5] and learn.metrics[0].threshold == .5
 
 
 def test_the_state_of_a_metric_goes_on(tmp_path):
