@@ -253,9 +253,11 @@ def take_rows(sender, rows):
     if any(finder.rows.get(k, row) != row for k,row in rows.items()):
         for k in finder.rows: sys.modules.pop(k, None)
     here = [k for k in rows.keys() - finder.rows if k in sys.modules]
+    imported = {k for k in here if type(rows[k].code) is bytes}
     # one that stays may hold another one
-    if not all(_is_imported(k, rows[k]) for k in here):
-        for k in here: del sys.modules[k]
+    stay = imported if all(_is_imported(k, rows[k]) for k in imported) else ()
+    for k in here:
+        if k not in stay: del sys.modules[k]
     finder.rows = rows
     # stubs are there at once, before what they hold: it may refer to others
     stubs = {k:finder.find_spec(k) for k,row in rows.items() if type(row.code) is tuple
@@ -269,7 +271,7 @@ def _is_imported(name, row):
     """True if this worker, or its helper, has imported that very code before: an import may
     register something, which can't be done twice"""
     module = sys.modules[name]
-    if type(row.code) is not bytes or getattr(module, '__file__', None) != row.file: return False
+    if getattr(module, '__file__', None) != row.file: return False
     codes = written(module).code,row.code
     # `marshal` may dump equal code in two ways
     return codes[0] == codes[1] or all(codes) and operator.eq(*map(marshal.loads, codes))
