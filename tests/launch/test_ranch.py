@@ -322,10 +322,6 @@ def test_caller_rank_that_is_none_of_them():
     with pytest.raises(CantDistribute, match='ranks 0 to 1'): ranch(2, me, caller_rank=2)
 
 
-def test_wait_is_true_or_false():
-    with pytest.raises(CantDistribute, match="wait='no': expected True or False"): ranch(2, me, wait='no')
-
-
 def test_an_error_says_which_function_it_was_in():
     def fails(rank): return [][rank]
     with pytest.raises(RankRaised) as e: spawn(fails, nprocs=2)
@@ -361,7 +357,8 @@ def marked(text):
 
 
 def test_a_context_manager_of_a_generator_function():
-    assert ranch(2, lambda: os.environ['MARK'], ctx=marked('here')) == ['here']*2
+    "A generator can't be sent; a class with `__enter__` can"
+    with pytest.raises(NotPicklable, match='ctx=.gen'): ranch(2, me, ctx=marked('here'))
     assert 'MARK' not in os.environ
 
 
