@@ -349,19 +349,6 @@ def test_a_context_manager_that_handles_the_error():
     assert ranch(2, lambda: 1/0, ctx=contextlib.suppress(ZeroDivisionError)) == [None, None]
 
 
-@contextlib.contextmanager
-def marked(text):
-    os.environ['MARK'] = text
-    try: yield
-    finally: del os.environ['MARK']
-
-
-def test_a_context_manager_of_a_generator_function():
-    "A generator can't be sent; a class with `__enter__` can"
-    with pytest.raises(NotPicklable, match='ctx=.gen'): ranch(2, me, ctx=marked('here'))
-    assert 'MARK' not in os.environ
-
-
 def stuck(x):
     "Rank 1 fails while the others wait for it in a collective"
     if me() == 1: raise KeyError('the cause')
