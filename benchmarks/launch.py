@@ -27,7 +27,17 @@ class Clock(Callback):
 def quiet(): return learner(mlp, (64,), n=512, bs=32, cbs=Clock())
 
 
+def wait_for_helper():
+    "A worker that has imported something has the next helper start, beside what is measured"
+    while helper.ensure_helper() and helper._next: time.sleep(.1)
+
+
 def first_fit():
+    wait_for_helper()
+    return fit()
+
+
+def fit():
     learn = quiet()
     with learn.no_bar(), learn.no_logging():
         called = time.time()
@@ -37,12 +47,13 @@ def first_fit():
 
 def without_helper():
     helper._is_helper_off = True
-    try: return first_fit()
+    try: return fit()
     finally: helper._is_helper_off = False
 
 
 def block():
     "Seconds of a block's second call that aren't rank 0's training, and those that leaving the block takes"
+    wait_for_helper()
     learn = quiet()
     with learn.no_bar(), learn.no_logging(), learn.distrib_ctx(nprocs=2):
         learn.fit(1)
@@ -59,7 +70,7 @@ def leaving(): return block()[1]
 def with_library(name):
     "Seconds to the first step with a helper that hasn't imported the library, and with the next one that has"
     cls = next(o for o in vars(importlib.import_module(name)).values() if isinstance(o, type) and o.__module__ == name)
-    def fit():
+    def fit_with_library():
         learn = quiet()
         learn.clock.cls = cls
         with learn.no_bar(), learn.no_logging():
@@ -71,10 +82,10 @@ def with_library(name):
             if helper._helper: helper._helper.sock.close()
             helper._helper = None
         first_fit()
-        return fit()
+        return fit_with_library()
     def imported_by_helper():
-        while helper.ensure_helper() and helper._next: time.sleep(.1)
-        return fit()
+        wait_for_helper()
+        return fit_with_library()
     return {'workers import the library': imported_by_workers, 'the helper has': imported_by_helper}
 
 

@@ -83,11 +83,21 @@ def row(what, ok): return dict(section='', what=what, ok=ok, detail='')
 
 def test_a_claim_holds_by_its_rows_only():
     claim, page = claims.Claim('x', (r'\d+ ranks: a', 'b')), Path('1-y.md')
-    def state(*rows): return claims.state(claim, {page: rows} if rows else {})
+    def state(*rows): return claims.state(claim, {page: dict(gpus=1, rows=rows)} if rows else {})
     assert state() == state(row('b', True)) == state(row('b', True), row('2 ranks: a', None)) == 'unproven'
     assert state(row('b', True), row('2 ranks: a', True)) == 'holds on [1-y](../benchmarks/results/gpu/1-y.md)'
     assert state(row('b', False)).startswith('**broken**')
-    assert claims.state(claims.Claim('x', ()), {page: [row('b', True)]}) == 'unproven'
+    assert claims.state(claims.Claim('x', ()), {page: dict(gpus=1, rows=[row('b', True)])}) == 'unproven'
+
+
+@pytest.mark.parametrize('gpus,ends', [(1, ' | holds on [1-y](../benchmarks/results/gpu/1-y.md) | unproven |'),
+                                       (8, ' | unproven | holds on [1-y](../benchmarks/results/gpu/1-y.md) |')])
+def test_the_table_tells_one_gpu_from_several(gpus, ends):
+    rows = [row('get_preds: those of this process, in order', True), row('validate: that of this process', True),
+            row('tta: x', True), row('lr_find: x', True)]
+    table = claims.table({Path('1-y.md'): dict(gpus=gpus, rows=rows)})
+    line, = [o for o in table.split('\n') if o.startswith('| `get_preds`')]
+    assert line.endswith(ends), line
 
 
 def test_a_dry_run_proves_no_claim(tmp_path):

@@ -61,6 +61,7 @@ CLAIMS = [
                                                     'channels last', 'torch.compile')),
           tests=('test_mixed_precision',
                  'test_where_the_loss_scale_overflows_on_one_rank_all_skip_the_step',
+                 'test_the_loss_scale_goes_on_after_a_resume',
                  'test_the_answer_of_one_process'),
           real='channels last and `torch.compile`: its kernels'),
     Claim('`get_preds`, `validate`, `tta` and `lr_find`',
@@ -119,9 +120,9 @@ NO_CLAIMS = ('Nothing has been run on a GPU yet', 'without a GPU on two CPU work
 
 
 def results(folder=RESULTS):
-    "`{path of the page: rows}` of the runs on GPUs"
+    "`{path of the page: what its JSON says}` of the runs on GPUs"
     found = {p: json.loads(p.read_text(encoding='utf-8')) for p in sorted(folder.glob('*.json'))}
-    return {p.with_suffix('.md'): o['rows'] for p, o in found.items() if not o['dry']}
+    return {p.with_suffix('.md'): o for p, o in found.items() if not o['dry']}
 
 
 def missing(claim, rows, dry=False):
@@ -131,10 +132,10 @@ def missing(claim, rows, dry=False):
 
 
 def state(claim, found):
-    "`unproven`, or where it held or broke, as Markdown"
+    "`unproven`, or on which of the pages it held or broke, as Markdown"
     if not claim.rows: return 'unproven'
     said = []
-    for page, rows in found.items():
+    for page, rows in ((page, o['rows']) for page, o in found.items()):
         own = [o for o in rows if any(re.fullmatch(e, o['what']) for e in claim.rows)]
         link = f'[{page.stem}](../benchmarks/results/gpu/{page.name})'
         if any(o['ok'] is False for o in own): said.append(f'**broken** on {link}')
@@ -150,8 +151,9 @@ def simulated(claim):
 
 
 def table(found):
-    rows = [f'| {o.what} | {simulated(o)} | {state(o, found)} |' for o in CLAIMS]
-    return '\n'.join(['| | on simulated GPUs | on a GPU |', '|---|---|---|', *rows])
+    one, several = ({page: o for page, o in found.items() if (o['gpus'] > 1) == many} for many in (False, True))
+    rows = [f'| {o.what} | {simulated(o)} | {state(o, one)} | {state(o, several)} |' for o in CLAIMS]
+    return '\n'.join(['| | on simulated GPUs | on one GPU | on several |', '|---|---|---|---|', *rows])
 
 
 def main():

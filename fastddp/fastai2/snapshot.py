@@ -19,6 +19,7 @@ from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastcore.basics import noop
+from torch.amp import GradScaler
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.device import device_of, is_accelerator
@@ -34,7 +35,7 @@ from ..payload.kinds import attributes, per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import Payload, deep_copy, dump, load
 from ..payload.places import Places
-from ..payload.reducers import is_handle
+from ..payload.reducers import is_handle, reduces
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
 from ..payload.state import (
@@ -43,11 +44,11 @@ from ..shard.loss import loss_module
 from ..shard.sharded import Sharded, is_sharded, original, write_back
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #743a1927
-# Progress, the last batch and its graph, and what exists for the time of a fit; sharded loaders and
-# what is left of an iteration over them; the device
+# Progress, the last batch and its graph, and what exists for the time of a fit; what a step has
+# found in gradients; sharded loaders and what is left of an iteration over them; the device
 _STAYS = {
-    Learner: ('logger create_mbar dl xb yb pred loss loss_grad scaler lock distrib_session '
-              'borrowed'),
+    Learner: 'logger create_mbar dl xb yb pred loss loss_grad lock distrib_session borrowed',
+    GradScaler: '_per_optimizer_states',
     Callback: 'pbar mbar old_logger autocast _state',
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
@@ -97,6 +98,14 @@ def named_parts(learn):
     named |= {('metric',i):o for i,o in enumerate(learn.metrics)}
     named |= {('module',k):o for k,o in learn.model.named_modules()}
     return named | {('parameter',k):o for k,o in learn.model.named_parameters()}
+
+# %% ../../nbs/fastai2/721_snapshot.ipynb #f308f041
+@reduces(GradScaler)
+def _reduce_scaler(scaler, pickler):
+    "The loss scale. In the middle of a step torch refuses to pickle one"
+    if not scaler.is_enabled(): return NotImplemented
+    found = defaultdict(scaler._per_optimizer_states.default_factory)
+    with with_attrs(scaler, _per_optimizer_states=found): return scaler.__reduce_ex__(5)
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #006459d9
 # The dict of a snapshot:

@@ -12,10 +12,6 @@ from collections import namedtuple
 from fastai.callback.core import (
     Callback, CancelBackwardException, CancelBatchException, CancelEpochException,
     CancelFitException, CancelStepException, CancelTrainException, CancelValidException, event)
-from fastai.callback.fp16 import MixedPrecision, NonNativeMixedPrecision
-from fastai.callback.schedule import LRFinder
-from fastai.callback.tracker import TerminateOnNaNCallback
-from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastcore.basics import store_attr
 
 from ..base import board, group
@@ -103,18 +99,6 @@ class Votes(list):
                         "not all workers do the same. A loader that gives them different numbers "
                         "of batches, a callback that validates on one of them only, or an "
                         "exception of fastai's that one raised outside of a callback, may be why.")
-
-# %% ../../nbs/fastai2/705_together.ipynb #4cbfaccd
-# Callbacks of fastai's that raise one of `LEAVING` at a batch event, and that event
-_FASTAI_LEAVES = {
-    **dict.fromkeys([LRFinder, ShortEpochCallback, TerminateOnNaNCallback], 'after_batch'),
-    **dict.fromkeys([GradientAccumulation, MixedPrecision, NonNativeMixedPrecision],
-                    'before_step')}
-
-def may_leave(cb, event_name):
-    "Return True if the callback `cb` may raise one of `LEAVING` at a batch event"
-    of_fastai = (at for cls,at in _FASTAI_LEAVES.items() if isinstance(cb, cls))
-    return event_name in of_fastai or runs_user_code(cb, event_name)
 
 # %% ../../nbs/fastai2/705_together.ipynb #b8e9a724
 class Together(OurCallback):
@@ -266,7 +250,7 @@ class EventDispatcher:
         self.handlers = {}
         if self.together.board.n == 1: return
         self.together.own_events = bits_of(
-            [o for o in BATCH_EVENTS if any(may_leave(cb, o) for cb in self.cbs)])
+            [o for o in BATCH_EVENTS if any(runs_user_code(cb, o) for cb in self.cbs)])
     def _call_all(self, event_name, is_outermost):
         try:
             for call,kind in self._handlers_of(event_name):

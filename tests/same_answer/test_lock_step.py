@@ -240,9 +240,9 @@ class NotesMeetings(nn.Module):
         return self.net(x)
 
 
-@pytest.mark.parametrize('cb,n', [(None, 1), (MixedPrecision(amp_mode='bf16'), 2), (GradientClip(1.), 1),
-                                  (GradientAccumulation(1000), 2)], ids=str)
-def test_the_ranks_meet_where_a_callback_of_fastais_may_leave_only(ranks, cb, n):
+@pytest.mark.parametrize('cb,n', [(None, 1), (MixedPrecision(amp_mode='bf16'), 1), (GradientClip(1.), 1),
+                                  (GradientAccumulation(1000), 1), (Leave('after_step', 'batch', 0, 99), 2)], ids=str)
+def test_the_ranks_meet_where_a_callback_of_the_users_runs_only(ranks, cb, n):
     learn = learner(train=33, bs=2, model=NotesMeetings(), cbs=cb)
     learn.distrib_fit(1, nprocs=ranks[0], launcher=ranks[1])
     at = learn.model.at

@@ -1,5 +1,5 @@
 """What docs/gpus.md promises of fits, on simulated GPUs: the same answer, devices, memory, failures, waits."""
-import os, signal, sys
+import os, signal, sys, warnings
 from functools import partial
 import pytest
 from simulated_gpu import on_gpus
@@ -76,6 +76,79 @@ def test_where_the_loss_scale_overflows_on_one_rank_all_skip_the_step():
     learn.distrib_fit(1, .01, gpus=[0, 1])
     assert cb.ranks[0] == cb.ranks[1] and cb.ranks[0][0] >= 1, cb.ranks
     assert all(p.isfinite().all() for p in learn.model.parameters())
+
+
+class NotesScale(Callback):
+    "The loss scale after each batch"
+    run_valid = False
+    def __init__(self): self.scales = []
+    def after_batch(self): self.scales.append(self.learn.scaler.get_scale())
+
+
+class FailsAt(Callback):
+    run_valid = False
+    def after_batch(self):
+        if (self.epoch, self.iter) == (2, 1): raise ValueError('once')
+
+
+@pytest.mark.parametrize('where', ['new', 'same'])
+@on_gpus()
+def test_the_loss_scale_goes_on_after_a_resume(where, tmp_path):
+    def made(*cbs):
+        learn = learner(cbs=[MixedPrecision(init_scale=8., growth_interval=4), NotesScale(), *cbs])
+        learn.path = tmp_path
+        return learn
+    whole, cut = made(), made(FailsAt())
+    whole.distrib_fit(4, .01, gpus=[0, 1])
+    with pytest.raises(RankRaised): cut.distrib_fit(4, .01, gpus=[0, 1], checkpoint='epoch')
+    if where == 'new':
+        cut = made()
+        cut.distrib_resume('distrib', gpus=[0, 1])
+    else:
+        cut.remove_cb(FailsAt)
+        cut.distrib_resume(gpus=[0, 1])
+    assert cut.notes_scale.scales == whole.notes_scale.scales and max(whole.notes_scale.scales) > 8
+    assert_alike(whole, cut, tol=0)
+
+
+class FailsInStep(Callback):
+    "Fails on all ranks between the check of the gradients and the step"
+    order, run_valid = MixedPrecision.order-1, False
+    def before_step(self):
+        self.learn.scaler.unscale_(self.learn.mixed_precision)
+        if self.epoch: raise ValueError('here')
+
+
+@on_gpus()
+def test_a_fit_that_fails_within_a_step_of_mixed_precision():
+    learn = learner(cbs=[MixedPrecision(init_scale=8.), FailsInStep()])
+    with warnings.catch_warnings(record=True) as caught, pytest.raises(RankRaised, match='here'):
+        warnings.simplefilter('always')
+        learn.distrib_fit(2, .01, gpus=[0, 1])
+    assert not [o for o in caught if 'fastddp' in str(o.message)]
+    assert learn.scaler.get_scale() == 8.
+    learn.remove_cb(FailsInStep)
+    learn.distrib_fit(1, .01, gpus=[0, 1])
+
+
+class NotesPeak(Callback):
+    "The most bytes in use on this rank's GPU in each batch"
+    run_valid = False
+    def __init__(self): self.peaks = []
+    def before_batch(self): torch.get_device_module('vgpu').reset_peak_memory_stats(self.learn.xb[0].device)
+    def after_batch(self):
+        peak = torch.get_device_module('vgpu').max_memory_allocated(self.learn.xb[0].device)
+        self.peaks.append(peak)
+
+
+@on_gpus()
+def test_the_second_batch_takes_no_more_memory_than_the_third():
+    wide = [nn.Sequential(nn.Linear(200, 200), nn.ReLU()) for _ in range(6)]
+    model = nn.Sequential(nn.Flatten(), nn.Linear(36, 200), *wide, nn.Linear(200, 5))
+    learn = learner(model=model, cbs=NotesPeak(), n_train=60, drop_last=True)
+    learn.distrib_fit(1, .01, gpus=[0, 1])
+    _, second, *later = learn.notes_peak.peaks
+    assert len(later) > 1 and second <= max(later), learn.notes_peak.peaks
 
 
 # Devices
