@@ -18,7 +18,6 @@
 #   make readme    render README.md from nbs/index.ipynb
 #   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
-#   make modules   render docs/modules.md, the table of modules, from the notebooks
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether `make test` notices
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
@@ -46,7 +45,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-mutants test-ray test-kaggle docs wheel stubs readme troubles modules sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-mutants test-ray test-kaggle docs wheel stubs readme troubles sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -204,9 +203,6 @@ picture: demo browser
 
 readme: venv
 	@$(PY) tools/readme.py
-
-modules: venv
-	@$(PY) tools/modules.py
 
 sidebar: venv
 	@$(PY) tools/sidebar.py

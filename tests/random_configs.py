@@ -95,7 +95,6 @@ def try_one(c, launcher):
     apart = largest([p for p in learn.model.parameters()], [p for p in one.model.parameters()])
     assert apart < 1e-5, f'weights are {apart} apart'
     # of a batch that one rank leaves after its loss, the Recorder notes the loss before
-    # (docs/maintainers/same_answer.md)
     first = 1 if c['quits'] and c['quits'][2] == 'before_backward' else 0
     for a, b in zip(values(learn), values(one), strict=not c['quits']):
         assert len(a) == len(b), (a, b)

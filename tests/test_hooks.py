@@ -42,6 +42,8 @@ def hooks(learn):
     return [(i, k, [*h.values()]) for i, o in enumerate(objs) for k in HOOKS if (h := getattr(o, k, None))]
 
 
+@pytest.mark.holds('Weights', "Linear hooks of parameters (frozen rows), of modules and of torch's optimizers; "
+                   "afterwards the notebook's are as they were")
 @pytest.mark.few(3)
 @pytest.mark.parametrize('register', [masked, once_accumulated, before_step, after_step, of_module, of_output])
 def test_linear_hooks_give_the_weights_of_one_process(register, two):

@@ -18,8 +18,9 @@ NOTEBOOKS = [o.relative_to(root).as_posix() for o in sorted((root/'nbs').glob('*
              if o.name != 'lesson.ipynb' and not of_v1(o)
              and not any(p.startswith(('.', '_')) for p in o.relative_to(root).parts)]
 # These start helper processes, or train for long: they run with the long tests, and after a change of theirs.
-LONG = {*'''900_early 901_ranch 902_magics 905_all launch/506_local fastai2/730_learner fastai2/731_check
-fastai2/732_bench launch/503_monitor launch/514_functions cluster/651_cluster machines/611_ray
+LONG = {*'''900_early 901_ranch 902_magics 904_doctor 905_all payload/112_pieces launch/506_local
+fastai2/726_jobs fastai2/727_session fastai2/730_learner fastai2/731_check fastai2/732_bench
+launch/503_monitor launch/514_functions cluster/651_cluster machines/611_ray
 output/203_capture process/404_helper tutorials/collab tutorials/ddp_from_scratch tutorials/dip
 tutorials/kaggle tutorials/large_model tutorials/night tutorials/ranch tutorials/segmentation
 tutorials/tabular tutorials/text

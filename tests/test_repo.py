@@ -43,7 +43,7 @@ def test_contributing_names_each_folder():
 def test_each_module_has_a_test_file():
     tool = runpy.run_path(str(root/'tools'/'modules.py'))
     assert [o for o in tool['TESTS'].values() if not (root/'tests'/o).exists()] == []
-    listed = re.findall(r'\]\(\.\./nbs/([\w/]+)\.ipynb\)', (root/'docs'/'modules.md').read_text(encoding='utf-8'))
+    listed = re.findall(r'\]\(\.\./nbs/([\w/]+)\.ipynb\)', tool['render']())
     there = {f'{folder}/{name}'.strip('/') for folder, names in modules().items() for name in names}
     assert {re.sub(r'\d{3}_', '', o) for o in listed} == there and len(listed) == len(there)
 

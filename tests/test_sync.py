@@ -79,11 +79,6 @@ def test_readme_is_rendered_from_the_index():
     assert (root/'README.md').read_text(encoding='utf-8') == render(), 'run `make readme`'
 
 
-def test_the_page_of_modules_is_rendered():
-    render = runpy.run_path(str(root/'tools'/'modules.py'))['render']
-    assert (root/'docs'/'modules.md').read_text(encoding='utf-8') == render(), 'run `make modules`'
-
-
 def test_the_sites_order_is_that_of_the_numbers():
     "nbdev leaves the file alone, it is what the generator gives, and names every notebook once"
     from nbdev.config import get_config

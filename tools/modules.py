@@ -1,16 +1,11 @@
-"""Render docs/modules.md: each module, what it does, and its tests.
-
-    python tools/modules.py
-
-The sentence is the `>` line of the module's notebook.
-"""
+"""The table of modules, a page of the site: each one, the `>` line of its notebook, and its test."""
 import json
 from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 HEAD = '''# Modules
 
-Made by `make modules`. Each module is exported from the notebook of the same name, which is its first test; the last \
+Each module is exported from the notebook of the same name, which is its first test; the last \
 column names the file in [tests](../tests) that most likely fails when the module breaks.
 '''
 # Module -> its test file; by the folder where a module isn't listed
@@ -96,5 +91,3 @@ def render():
         parts.append(f'| {page} | {sentence(path)} | [{test}](../tests/{test}) |\n')
     return ''.join(parts)
 
-
-if __name__ == '__main__': (root/'docs'/'modules.md').write_text(render(), encoding='utf-8')

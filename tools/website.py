@@ -11,7 +11,7 @@ from pathlib import Path
 
 root = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(Path(__file__).parent))
-import api, sidebar
+import api, contract, modules, sidebar
 
 EXECUTED = root/'build'/'executed'
 
@@ -34,6 +34,8 @@ ORDER = {
     'Reference': [*api.PAGES, 'CHANGELOG.md']}
 # The first of those for maintainers: the README leads to it, the sidebar has none of them
 MAINTAINERS = 'CONTRIBUTING.md'
+# Pages that are nowhere but on the site
+RENDERED = {'docs/modules.md': modules.render, 'docs/maintainers/same_answer.md': contract.render}
 # Pages that others are filed under
 UNDER = {MAINTAINERS: ['docs/modules.md', 'docs/maintainers/same_answer.md', 'docs/maintainers/upstream.md',
                        'SECURITY.md'],
@@ -158,7 +160,7 @@ def assemble(folder):
         target.parent.mkdir(parents=True, exist_ok=True)
         if page.endswith('.ipynb'): target.write_text(json.dumps(for_site(with_outputs(page), page, home)))
         elif page not in api.PAGES:
-            text = (root/page).read_text(encoding='utf-8')
+            text = RENDERED[page]() if page in RENDERED else (root/page).read_text(encoding='utf-8')
             text = drawn(linked(text, page, home), Path(page).parent)
             if page in UNDER: text += toctree(UNDER[page])
             if page == MAINTAINERS: text = f'---\norphan: true\n---\n\n{text}'

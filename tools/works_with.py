@@ -15,9 +15,9 @@ RESULTS, PAGE = root/'tests'/'libraries'/'results.json', root/'docs'/'works_with
 HEAD = """# Works with
 
 Libraries that people use with fastai. Each workflow is the library's own, small, with random weights and made-up \
-data. It runs in one process and on 2 workers over the same global batches (`make test-libraries`), and the results \
-are compared: equal means up to float32's rounding. This page is made of the tests in \
-[tests/libraries](../tests/libraries).
+data. It runs in one process and on 2 workers over the same global batches (`make test-libraries`): weights, losses, \
+metrics and what else the library makes are equal up to float32's rounding, unless the last column says otherwise. \
+This page is made of the tests in [tests/libraries](../tests/libraries).
 
 """
 
@@ -65,18 +65,18 @@ def versions(python):
 
 
 def page(results):
-    def cell(text): return str(text).replace('|', '\\|').replace('<', '&lt;')
-    rows = ['| library | workflow | compared | result | to know |', '|---|---|---|---|---|']
+    def cell(texts): return '; '.join(filter(None, map(str, texts))).replace('|', '\\|').replace('<', '&lt;')
+    rows = ['| library | workflows | to know |', '|---|---|---|']
     missing = []
     for name in sorted(results):
         found = results[name]
-        for i, o in enumerate(found['rows']):
-            if 'workflow' not in o:
-                missing.append(f"- {cell(o['result'])}")
-                continue
-            library = f"{o['library']} {o['version']}" + (f" (fastai {found['fastai']})" if found['old'] else '')
-            cells = [cell(o[k]) for k in ('workflow', 'compared', 'result', 'know')]
-            rows.append(f"| {' | '.join(['' if i else library, *cells])} |")
+        ran = [o for o in found['rows'] if 'workflow' in o]
+        missing += [f"- {cell([o['result']])}" for o in found['rows'] if 'workflow' not in o]
+        if not ran: continue
+        library = f"{ran[0]['library']} {ran[0]['version']}" + (f" (fastai {found['fastai']})" if found['old'] else '')
+        differ = [f"{o['workflow']}: {o['result']}" for o in ran if o['result'] != 'equal']
+        know = [*dict.fromkeys(o['know'].rstrip('.') for o in ran)]
+        rows.append(f"| {library} | {cell(o['workflow'] for o in ran)} | {cell([*differ, *know])} |")
     new = [o for o in results.values() if not o['old']] or [*results.values()]
     dates = sorted({o['date'] for o in results.values()})
     about = 'Last run: {}, fastai {fastai}, fastcore {fastcore}, torch {torch}.\n\n'.format(dates[-1], **new[0])

@@ -13,7 +13,6 @@ from functools import partial
 import torch
 from fastai import basic_train
 from fastai.callback import Callback
-from fastai.core import is_listy
 from fastcore.basics import store_attr
 
 from ..base import group
@@ -23,18 +22,15 @@ from ..base.rng import seed_rank
 from ..base.scoped import environment, with_attrs
 from .loaders import (
     fit_loaders, global_batches, own_loader, shard, step_of, torch_dl)
-from .snapshot import state_of
 from .validation import Validation
 from ..launch.training import cbs_of_rank, is_kind
 from ..output.replay import print_line
 from ..shard.losses import Losses, check_terms
 from ..shard.gradients import FLAT, Passes, extra_params
 from ..shard.loss import loss_part
-from ..shard.loss_call import LossCall
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
 from ..shard.sharded import iterate_original
 from ..shard.trees import tensors_in
-from ..shard.whole import Part, Sizes
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
 # The `_order` of our callbacks: at each event v1 calls the smallest first. Its own have -20 to 999
@@ -107,39 +103,25 @@ class _ReplaceValue(torch.autograd.Function):
     def backward(ctx, grad): return grad, None
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327757
-class GlobalLoss(LossCall):
+class GlobalLoss:
     """The loss of the global batch, on a rank that has a shard of it. Each training batch has one.
-    All ranks call its `combined` once in the batch, in the place of the loss function. In events a
-    loss module that is whole is computed over all items, too"""
-    training = True
-    xb = ()     # inputs, as the model is fed them, once it is
+    All ranks call its `combined` once in the batch, in the place of the loss function"""
     def __init__(self, learn,
                  losses,    # `Losses` of the fit
                  ranks,     # `Ranks`
-                 # This rank's `Step`: what it was fed, which of that counts, and the positions of
-                 # these items in the epoch of one process
-                 step,
-                 in_pass=lambda: True # As of `Part`
+                 step       # This rank's `Step`: what it was fed, and which of that counts
     ):
         store_attr()
         own,total = step.counts
         self.scale = group.world_size()*own/total   # Factor on this rank's gradients
-    def is_shared(self): return group.world_size() > 1
-    def replace_forward(self):
-        if self.is_shared(): super().replace_forward()
-    def part_of(self, out, *yb): return Part(out, yb, self.step, self.xb, in_pass=self.in_pass)
-    def meet(self, **sizes):
-        rows = self.ranks.meet(*Sizes(**sizes))
-        return [Sizes(*row[:len(Sizes._fields)]) for row in rows]   # zeros come after them
     def combined(self, f, out, *yb): # The learner's loss function, and its arguments
         """Return the loss of the global batch; `scaled` knows the scale of its gradient then. A
-        meeting, after others and a collective operation if the loss is whole"""
-        self.restore()
-        self.n_items = None
-        loss = self.loss(f, (out,*yb), {})
-        self.replace_forward()
+        meeting"""
+        loss = f(out, *yb)
+        if self.losses.is_whole(f) and group.world_size() > 1:
+            self.losses.say_averaged(f, "{} is a loss that fastddp doesn't know")
         check_terms(self.losses, loss, out, self.learn.model.named_parameters)
-        count = self.step.counts[0] if self.n_items is None else self.n_items
+        count = self.step.counts[0]
         part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f))
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
@@ -153,8 +135,6 @@ class GlobalLoss(LossCall):
         return _ReplaceValue.apply(loss, value)
     def scaled(self, loss):
         "Return the loss to run backward in place of `loss`, with what callbacks have added to it"
-        self.check_further_pass()
-        self.was_called = False
         return loss if self.scale == 1. else loss*self.scale
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #ed327759
@@ -175,19 +155,15 @@ class TrainingBatches:
         "Begin a training batch, before callbacks act"
         self.close()
         self.global_loss = GlobalLoss(self.learn, self.losses, self.ranks,
-                                      step_of(self.learn.data.train_dl),
-                                      lambda: self.passes.is_running)
-        self.global_loss.replace_forward()
+                                      step_of(self.learn.data.train_dl))
         self.passes.open()
     def close(self):
-        "End the batch: passes and losses are this rank's own. May be called twice"
+        "End the batch: passes are this rank's own. May be called twice"
         self.passes.close()
-        if self.global_loss: self.global_loss.restore()
 
     def loss_batch(self, model, xb, yb, loss_func=None, opt=None, cb_handler=None):
         "Do as `basic_train.loss_batch`. Validation calls it, too, without `opt`"
         if opt is not None and loss_func and model is self.learn.model:
-            self.global_loss.xb = xb if is_listy(xb) else [xb]
             loss_func = partial(self.global_loss.combined, loss_func)
         return self.fastai_loss_batch(model, xb, yb, loss_func, opt, cb_handler)
 
@@ -345,7 +321,7 @@ def distributed_v1(learn,
     """Make `basic_train.fit` train `learn` together with the other ranks inside. All ranks enter
     it with the same arguments, and run one fit"""
     ranks = Ranks(stop_requested)
-    losses = Losses(loss, print_line, partial(state_of, learn=learn))
+    losses = Losses(loss, print_line)
     batches = TrainingBatches(learn, ranks, losses)
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)

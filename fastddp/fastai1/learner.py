@@ -12,6 +12,7 @@ import fastai.train     # patches fit_one_cycle and lr_find onto Learner
 from fastai.basic_train import Learner
 from fastcore.basics import patch
 
+from ..base.errors import CantDistribute
 # `train_in_place`: for the workers of a standing cluster
 from .in_place import in_place, train_in_place
 from .session import Session
@@ -27,7 +28,7 @@ def distrib_ctx(self:Learner,
     gpus:list=None, # Exactly these GPUs, in this order; `[]` for workers on the CPU
     batch:str='per_worker', # Each worker takes a batch; 'global': each batch is divided
     sync_bn:bool=True, # Batch norm over all workers (CPU: statistics averaged per epoch)
-    loss:str='auto', # How losses combine: 'auto', 'mean' or 'sum' over items, 'gather' predictions
+    loss:str='auto', # How losses combine: 'auto', 'mean' or 'sum' over items
     launcher=None, # Runs the job, e.g. `InProcess()` to debug. Default: processes of this machine
     see=(0,), # Workers whose output is shown, or 'all'
     restarts:int=0, # How often a failed fit begins again, with new workers
@@ -39,11 +40,14 @@ def distrib_ctx(self:Learner,
     starts = unknown.pop('starts', True)        # as of `distrib_block`
     block_options = OPTIONS.checked(locals(), unknown)
     check_loss(loss)
+    if loss == 'gather': raise CantDistribute(_NO_GATHER)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss)    # those of `distributed_v1`
     with distrib_block(self, block_options, OPTIONS.non_defaults(block_options), rank_options,
                        in_place, Session, self.silent, starts):
         yield self
 
+_NO_GATHER = ("loss='gather' is for fastai 2: with fastai 1 a loss is weighted by items, which is "
+              "exact for a mean over them, or a sum (loss='sum').")
 _FOR_2 = ("Background jobs and checkpoints are for fastai 2. With fastai 1 a call waits for its "
           "end, and SaveModelCallback saves weights.")
 _GONE = dict(wait=_FOR_2, checkpoint=_FOR_2, see_load=SEE_LOAD)

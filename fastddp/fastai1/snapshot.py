@@ -17,7 +17,7 @@ from ..launch.unsent import sent_with_less
 from ..launch.training import is_ours, keep_weights, new_tensors, warn_of_lost
 from ..payload.changes import apply as apply_changes, dump_changes
 from ..payload.kinds import per_class
-from ..payload.notes import LEFT_OUT, Kept, Notes
+from ..payload.notes import LEFT_OUT, Notes
 from ..payload.places import Places
 from ..payload.reducers import is_handle
 from ..payload.sending import dump_snapshot
@@ -42,12 +42,6 @@ def left_out(cls):
     "Return the names of attributes that stay on a rank, for objects of a class"
     names = [f'{c.__module__}.{c.__qualname__}' for c in cls.__mro__]
     return frozenset(k for name in names for k in _STAYS.get(name, '').split())
-
-def state_of(f, learn=None):
-    """Return what a loss function keeps, to see whether a call changes it. What the learner holds,
-    to which a callback's loss leads, is the fit's"""
-    # a fit switches modules between training and validation
-    return Kept(f, lambda cls: left_out(cls) | {'training'}, without=[learn])
 
 def loaders_of(data):
     "Return the loaders of a `DataBunch`, without those that it lacks"

@@ -38,7 +38,8 @@ def _is_plain(module):
     return cls is types.ModuleType or (issubclass(cls, types.ModuleType)
                                        and cls.__module__ == '__main__')
 
-_OTHERS = {*sys.stdlib_module_names,'__main__','__mp_main__'}
+# Cython's is in each process that has imported an extension
+_OTHERS = {*sys.stdlib_module_names,'__main__','__mp_main__','cython_runtime'}
 
 def is_stub(module):
     "True for a module that is made by hand"
@@ -190,7 +191,9 @@ def goes_by_value(o,
 # In a worker
 class _Finder:
     "Finds modules of one's own, wherever their files are now; in `sys.meta_path`"
-    def __init__(self): self.rows = {}      # name -> `Row`
+    def __init__(self):
+        self.rows = {}      # name -> `Row`
+        self.unpack = None  # undoes what `pack` has returned, see `rows_of`
     def find_spec(self, name, path=None, target=None):
         if name not in self.rows: return None
         row = self.rows[name]
@@ -216,13 +219,11 @@ class _Loader(SourceFileLoader):
     def exec_module(self, module):
         if type(self.code) is bytes: return super().exec_module(module)
         if self.path == '': module.__spec__ = None
-        held = unpack(self.code)
+        held = finder.unpack(self.code)
         if type(held) is not tuple: sys.modules[module.__name__] = held
         else:
             module.__class__,attrs = held
             vars(module).update(attrs)
-
-def unpack(packed): "`payload.patches` sets it"
 
 finder = _Finder()
 
@@ -246,7 +247,7 @@ def rows_of(modules,
 
 _NOTHING = marshal.dumps(compile('', '', 'exec'))
 
-def take_rows(sender, rows):
+def take_rows(sender, rows, unpack):
     "In a worker: have these modules found; what was imported of another code is forgotten"
     if sender == this_process(): return
     if finder not in sys.meta_path: sys.meta_path.insert(0, finder)
@@ -258,7 +259,7 @@ def take_rows(sender, rows):
     stay = imported if all(_is_imported(k, rows[k]) for k in imported) else ()
     for k in here:
         if k not in stay: del sys.modules[k]
-    finder.rows = rows
+    finder.rows,finder.unpack = rows,unpack
     # stubs are there at once, before what they hold: it may refer to others
     stubs = {k:finder.find_spec(k) for k,row in rows.items() if type(row.code) is tuple
              and not row.file and k not in sys.modules}

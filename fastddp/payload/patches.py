@@ -18,7 +18,6 @@ from fastddp.payload.kinds import imported_from, is_value
 from fastddp.payload.own import (
     INNER_FUNCTIONS, Row, classes_of, import_all, is_from_notebook, is_of_cell,
     is_own_module, is_stand_in, rows_of, take_rows, this_process, written)
-from fastddp.payload import own
 from fastddp.payload.pickling import Pickler, dump, load
 from fastddp.payload.reducers import StandIn, attr_of
 
@@ -53,16 +52,9 @@ class Patch(NamedTuple):
 #     None                    cells have done nothing of this kind   nothing: there is no `Patch`
 
 # %% ../../nbs/payload/106_patches.ipynb #edecac81
-# Type of an attribute -> the names of the functions in it
-_INNER_FUNCTIONS = {k:INNER_FUNCTIONS[k] for k in (property,staticmethod,classmethod,
-                                                   functools.partial)}
-
 def _select_function(v):
     "Select the attribute `v` if it is, or contains, a function of a cell"
-    # `type(v)`, not `isinstance`: some of torch's objects start CUDA when they are asked
-    names = _INNER_FUNCTIONS.get(type(v))
-    functions = [getattr(v, k) for k in names] if names else [v]
-    return v if any(map(is_from_notebook, functions)) else None
+    return v if is_of_cell(v) else None
 
 def _holds_own(v):
     "True for an object of a cell's class, or of one that holds a class or function of a cell"
@@ -192,7 +184,7 @@ class Own(NamedTuple):
         rows |= {k:Row(None, None, _packed(v, k)) for k,v in self.objects.items()
                  if can_be_pickled(v)}
         me = this_process()
-        return StandIn(take_rows, me, rows),StandIn(_change, me, self.changes)
+        return StandIn(take_rows, me, rows, _unpack),StandIn(_change, me, self.changes)
 
 _OF_IMPORT = {'__name__','__builtins__','__spec__','__loader__','__cached__','__file__','__path__'}
 
@@ -218,8 +210,6 @@ def _pickler_of(name): return type('ModulePickler', (Pickler,), dict(packed=name
 def _unpack(packed):
     meta,buffers = packed
     return load(meta, [*map(bytearray, buffers)], home=vars(sys.modules['__main__']))
-
-own.unpack = _unpack
 
 def can_be_pickled(v, pickler=None):
     try: dump(v, pickler=pickler)
@@ -256,7 +246,7 @@ def setup(fn):
 # %% ../../nbs/payload/106_patches.ipynb #db71859b
 def _selectors():
     "Return `{type of an attribute: its select function}`"
-    return _dispatchers() | dict.fromkeys([types.FunctionType, type, *_INNER_FUNCTIONS],
+    return _dispatchers() | dict.fromkeys([types.FunctionType, type, *INNER_FUNCTIONS],
                                           _select_function)
 
 def _dispatchers():
@@ -423,7 +413,7 @@ def collect_patches():
 
 # %% ../../nbs/payload/106_patches.ipynb #1c56c1cb
 _VALUES = int,float,complex,str,bytes,type(None),enum.Enum,pathlib.PurePath
-_NAMED = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, *_INNER_FUNCTIONS}
+_NAMED = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, *INNER_FUNCTIONS}
 
 def _is_named(v): return type(v) in _NAMED or issubclass(type(v), type)
 
@@ -435,7 +425,7 @@ def _mark(v):
     "Return a number for a value, the same in another process; it is even for functions and classes"
     t = type(v)
     if issubclass(t, _VALUES): text = _ordered(repr(v))
-    elif t in _INNER_FUNCTIONS: text = repr([_mark(getattr(v, k)) for k in _INNER_FUNCTIONS[t]])
+    elif t in INNER_FUNCTIONS: text = repr([_mark(getattr(v, k)) for k in INNER_FUNCTIONS[t]])
     elif t is tuple: text = repr(_ordered([*map(_mark, v)]))
     else:
         o = v if _is_named(v) else t

@@ -16,8 +16,8 @@ from .losses import averaged
 
 # %% ../../nbs/shard/316_loss_call.ipynb #0a921e9f
 class LossCall:
-    """Calls the user's loss function in a training batch or a validation. Subclasses, each for a
-    version of fastai, define
+    """Calls the user's loss function in a training batch or a validation. A subclass
+    defines
 
         training        True if the learner trains
         is_shared()     False if this rank alone makes a call now

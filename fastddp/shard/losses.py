@@ -170,9 +170,12 @@ class Losses:
             why = next(filter(None, texts))
         loss = f(pred, *yb)     # if it raises an error here, too, that is the user's
         self.kinds[id(f)] = f,AVERAGED
+        self.say_averaged(f, why)
+        return loss,False
+    def say_averaged(self, f, why): # Why, in words; `{}` is the name of `f`
+        "Tell the user that the loss function `f` is averaged"
         name = loss_name(f)
         self.print_once(f"{why.format(name)}. It {averaged()}. {_ASK}", (AVERAGED,name))
-        return loss,False
     def _why_not_joined(self, f, sizes):
         """Return why the parts of all ranks can't be joined; '' if they can. It follows from what
         was exchanged, so it is the same on all ranks"""

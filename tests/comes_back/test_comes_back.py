@@ -345,6 +345,8 @@ class Counting(torch.optim.SGD):
 def lookahead(*args, **kwargs): return Lookahead(SGD(*args, **kwargs), k=4)
 
 
+@pytest.mark.holds('Weights', "An optimizer's own attributes (`Lookahead`'s count and slow weights) go on in the next "
+                   "fit")
 @pytest.mark.parametrize('opt_func', [lookahead, partial(OptimWrapper, opt=Counting)],
                          ids=['lookahead', 'own'])
 def test_an_optimizers_own_attributes_go_on(opt_func, two):
@@ -367,6 +369,7 @@ def test_an_optimizers_own_attributes_go_on(opt_func, two):
 def grads(learn): return [torch.zeros_like(p) if p.grad is None else p.grad for p in learn.model.parameters()]
 
 
+@pytest.mark.holds('Weights', "Gradients that accumulation left at the end of a fit go into the next one")
 def test_gradients_that_accumulation_left_travel_both_ways(two):
     "37 items, 16 of which make a step: 5 are left, and go into the next fit's first step"
     learn = learner(cbs=GradientAccumulation(16))
@@ -440,6 +443,7 @@ class Grows(Callback):
         self.model[0].epochs = self.epoch+1
 
 
+@pytest.mark.holds('Weights', "A model that grows in the fit: buffers, layers, attributes")
 def test_a_model_that_grows(two):
     learn = learner()
     model, first = learn.model, learn.model[0]
@@ -498,6 +502,8 @@ class Comes(Callback): pass
 class Items(list): pass
 
 
+@pytest.mark.holds('Decisions', "Callbacks that leave or come in a fit, attributes that they set on model, loaders "
+                   "and transforms, exchanged loaders")
 def test_attributes_and_callbacks_that_come_and_go(two):
     learn = learner(data=lambda *a, **k: Items(items(*a, **k)))
     learn.dls.train.after_batch = Pipeline([Transform(noop)])
@@ -520,6 +526,7 @@ class Remembers(Metric):
         return self.n
 
 
+@pytest.mark.holds('Decisions', "Attributes of metrics")
 def test_attributes_of_metrics_come_back(two):
     "Those of a replayed one, of a mean, and of one that keeps all predictions as far as they are numbers"
     keeps = AccumMetric(lambda out, y: 0., flatten=False)
@@ -567,6 +574,8 @@ class NamesOfTheLearner(Callback):
         self.model[0].weight.data[:] = self.epoch
 
 
+@pytest.mark.holds('Decisions', "Attributes of callbacks that have the name of one of the learner's, such as `loss` "
+                   "and `model`")
 def test_attributes_named_as_the_learners(two):
     learn, cb = learner(), NamesOfTheLearner()
     loss = cb.loss
@@ -583,6 +592,7 @@ class KeepsLoaders(Callback):
     def before_train(self): self.seen.append(self.learn.dl)
 
 
+@pytest.mark.holds('Decisions', "A loader of the fit that a callback keeps is the notebook's own, undivided")
 def test_a_callback_that_keeps_loaders_has_the_notebooks_own(two):
     learn, cb = learner(), KeepsLoaders()
     for _ in range(2): learn.distrib_fit(1, nprocs=2, launcher=two, cbs=cb)
@@ -611,6 +621,8 @@ class Weighted(nn.Module):
     def forward(self, out, y): return self.inner(out, y)
 
 
+@pytest.mark.holds('Decisions', "Attributes that callbacks set on data sets, samplers, torch's loaders, pipelines and "
+                   "the loss function")
 def test_attributes_of_data_sets_samplers_loss_and_torch_loaders_come_back(two):
     data = Subset(Items(items(37)), range(37))
     sampler = WeightedRandomSampler(torch.ones(37), 37)

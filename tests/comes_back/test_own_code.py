@@ -4,6 +4,7 @@ import importlib, itertools, os, shutil, sys, types, zipfile
 import pytest
 from parity import assert_same, fit_both, learner, warm
 from fastddp.launch.engine import Job
+from fastddp.payload.own import is_own_module
 from fastddp.payload.sending import dump_with_patches
 
 pytestmark = pytest.mark.timeout(120)
@@ -160,6 +161,12 @@ def test_a_module_without_a_file(two):
         assert there(two, 'made_by_exec', 'm.quarter(8)') == [1.]*2
     finally:
         for o in stub, below, made: sys.modules.pop(o.__name__, None)
+
+
+def test_the_module_that_cython_makes_is_none_of_ones_own():
+    import pandas       # its extensions have made it
+    assert sys.modules['cython_runtime'].__name__ == 'cython_runtime'
+    assert not is_own_module(sys.modules['cython_runtime'])
 
 
 def register(*modules): sys.modules.update({o.__name__: o for o in modules})

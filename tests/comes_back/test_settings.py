@@ -92,6 +92,9 @@ def change(lib):
     lib.Base.matrix = torch.eye(2)
 
 
+@pytest.mark.holds('Limits', "Settings of libraries go to the workers if they are public and plain; what a worker "
+                   "lacks and isn't plain is named in a warning. Variables of modules of the user's own folder go to "
+                   "the workers and come back")
 def test_settings_of_a_library(module, two):
     lib = module('lib_settings', LIBRARY, 'site-packages')
     change(lib)

@@ -92,6 +92,10 @@ def values(ns):
             Notes.steps, getattr(ns['loss'], 'count', 0)]
 
 
+@pytest.mark.holds('Decisions', "What code of cells writes into its variables: globals, variables of enclosing "
+                   "functions, default arguments, attributes of classes and functions, into the same objects; what "
+                   "can't come back is named. After `distrib_resume('distrib')` in a new kernel, too, but for "
+                   "variables of functions that another function made")
 def test_variables_of_cells_are_those_of_one_process(cell, two):
     learn = learner(loss_func=cell['loss'], metrics=cell['rate'], cbs=cell['Notes']())
     learn.model[0].register_forward_hook(cell['hook'])

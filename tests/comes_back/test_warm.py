@@ -174,6 +174,7 @@ def held():
     return before, vars(cb) | {'a part of a list': cb.parts[0]}
 
 
+@pytest.mark.holds('Decisions', "What callbacks hold is the same object afterwards if it did not change")
 @pytest.mark.parametrize('what', KEPT)
 def test_what_did_not_change_is_the_same_object(what, held):
     before, after = held

@@ -376,6 +376,7 @@ def test_a_group_that_is_formed_anew_leaves_no_file():
         assert files_of(local) == ['heartbeats', 'rank0.log', 'rank1.log', 'rendezvous']
 
 
+@pytest.mark.full
 def test_a_launcher_is_used_again():
     "In a block, outside of one, after a failure and in another block: new workers where the old ones are gone"
     job, bad, local = Job.of(add, torch.ones(3)), Job.of(left_waiting, None), Local(gpus=[], see=())

@@ -56,6 +56,7 @@ def imported_by_workers(f):
     return ranch(2, f)[1]
 
 
+@pytest.mark.full
 def test_the_next_call_finds_it_imported(module):
     lib = module('lib_slow')
     wait_for_next()         # what a test before this one has made workers import

@@ -40,6 +40,11 @@ def make(name, **kwargs):
     return learner(loss_func=loss(), model=model, **kw)
 
 
+@pytest.mark.holds('Losses', "Any loss of predictions and targets: means, sums, class weights and ignored targets "
+                   "inside a function, masked means, missing labels, roots, correlations, Dice over a batch, "
+                   "contrastive losses, any nesting of them; in training and in validation. Losses that are not "
+                   "torch's or fastai's own are computed over the predictions and targets of all workers; one line "
+                   "says so")
 @pytest.mark.few(9)
 @pytest.mark.spread
 @pytest.mark.parametrize('name', EXACT)
@@ -53,6 +58,7 @@ def test_any_loss_is_that_of_one_process(ranks, name, capfd):
     assert said == (EXACT[name][2] == 'gather')
 
 
+@pytest.mark.holds('Losses', "The same where workers have unequal parts or none, and while gradients accumulate")
 @pytest.mark.spread
 @pytest.mark.parametrize('name', ['weighted', 'pearson', 'squares', 'supcon'])
 def test_unequal_parts_and_ranks_without_items(ranks, name):
@@ -72,6 +78,7 @@ def test_gradients_that_accumulate(ranks, name, n_acc):
 LEAVES = [o for o in EVENTS if not o[4] and o[0] in ('before_batch', 'after_pred', 'after_loss', 'after_batch')]
 
 
+@pytest.mark.holds('Losses', "A rank that leaves a batch before its loss blocks no other rank")
 @pytest.mark.few(4)
 @pytest.mark.spread('event kind')
 @pytest.mark.parametrize('event,kind,at,epoch,valid', LEAVES)
@@ -107,6 +114,9 @@ class Kept(Collect):
     def after_train(self): self.note(self.learn.loss_func.calls, self.learn.loss_func.center, torch.rand(()))
 
 
+@pytest.mark.holds('Losses', "A loss function is called as often as in one process, so its counters, attributes and "
+                   "running means are those of one process, at any depth: in closures, dicts, lists, iterators, "
+                   "objects in modules; also if its first call with the whole batch failed")
 def test_what_a_loss_keeps_is_as_in_one_process(ranks):
     n, launcher = ranks
     kept, single = Kept(), Kept()
@@ -137,6 +147,7 @@ def test_a_counter_that_the_first_call_creates(two):
     assert learn.loss_func.calls == one.loss_func.calls
 
 
+@pytest.mark.holds('Losses', "`loss='mean'`, `'sum'` or `'gather'` says what a loss is")
 def test_the_option_overrules(two, capfd):
     learn, one = fit_both(make('rmse', train=16, valid=8), 2, two, 1, ddp=dict(loss='gather'))
     assert_same(learn, one)
@@ -169,6 +180,8 @@ def rarely(pred, y): return F.cross_entropy(pred, y, ignore_index=-100)
 def one_missing(n, s=0): return [(x, torch.tensor(-100) if i == n-1 else y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
+@pytest.mark.holds('Losses', "One ignored target in the whole batch is noticed; predictions with several views of "
+                   "each item are put in order")
 def test_one_ignored_target_is_found(two):
     "It is the only one of its batch; batches before it are means"
     learn, one = fit_both(learner(loss_func=rarely, data=one_missing, train=16, valid=8, bs=8), 2, two, 1)
@@ -211,6 +224,7 @@ class Number(nn.Module):
     def forward(self, x): return self.m(x).pow(2).mean()
 
 
+@pytest.mark.holds('Limits', "A number that the model computed is weighted by items, and a line says so")
 @pytest.mark.spread
 @pytest.mark.parametrize('model,loss,cbs', [(ReturnsLoss, own_loss, [GivesTargets()]), (Number, its_number, [])])
 def test_what_the_model_averaged_is_weighted_by_items_and_named(ranks, model, loss, cbs, capfd):
@@ -224,6 +238,7 @@ class Penalty(Callback):
     def after_loss(self): self.learn.loss_grad = self.loss_grad + .1*self.pred.pow(2).mean()
 
 
+@pytest.mark.holds('Limits', "So is a penalty that a callback adds to `loss_grad`")
 @pytest.mark.spread
 @pytest.mark.parametrize('name', ['mean', 'rmse'])
 def test_a_penalty_of_a_callback_is_weighted_by_items_and_named(ranks, name, capfd):
@@ -255,6 +270,8 @@ class LossParams(Collect):
         if self.training: self.note(*(p.detach().double().sum() for p in self.learn.loss_func.parameters()))
 
 
+@pytest.mark.holds('Losses', "Parameters of the loss function are trained like those of the model, and are in the "
+                   "notebook's loss afterwards")
 @pytest.mark.spread
 @pytest.mark.spread
 @pytest.mark.parametrize('loss', [ArcFace, RootArc])
@@ -284,6 +301,7 @@ def test_a_loss_with_parameters(ranks, loss, late):
     assert_same(learn, one)
 
 
+@pytest.mark.holds('Losses', "Random losses of all these kinds")
 @pytest.mark.parametrize('how_many', [4, pytest.param(12, marks=pytest.mark.full)])
 def test_some_random_losses(how_many):
     from random_losses import main

@@ -65,6 +65,8 @@ def over(train):
     return learn
 
 
+@pytest.mark.holds('Batches', "An order that is drawn from a generator of your own, or from the time, is worker 0's "
+                   "on all workers")
 @pytest.mark.parametrize('how', ORDERS)
 def test_an_order_from_a_generator_of_ones_own_is_worker_0s_on_all(two, how, capfd):
     learn, seen = over(TorchLoader(numbered(), batch_size=4, sampler=Own(how))), Seen()
@@ -79,6 +81,8 @@ def test_the_same_of_a_loader_that_draws_its_indices(two):
     assert sorted(seen.all) == [*range(32)]
 
 
+@pytest.mark.holds('Limits', "A stream that every worker reads, and that draws its order from a generator of its own, "
+                   "is refused")
 def test_a_stream_with_an_order_of_its_own_is_refused():
     with pytest.raises(RankRaised, match='read different batches: its order comes from a generator of its own'):
         over(TorchLoader(OwnStream('numpy'), batch_size=4)).distrib_fit(1, nprocs=2)
@@ -138,6 +142,8 @@ class MergesAndReduces(Reduces):
     def merge(self, states): self.n = sum(s['n'] for s in states)
 
 
+@pytest.mark.holds('Losses', "A metric of a library that reduces its value over the process group by itself counts "
+                   "each item once; a Recorder of a library's own")
 @pytest.mark.parametrize('metric,train_metrics', [(Reduces, False), (MergesAndReduces, False),
                                                   (MergesAndReduces, True)])
 def test_a_metric_that_reduces_itself_counts_each_item_once(two, metric, train_metrics):

@@ -31,6 +31,14 @@ def fit_as_made(name, n, launcher, how):
     return learn, one
 
 
+@pytest.mark.holds('Losses', "Outputs of torch's `_pytree` (tuples, dicts, named tuples, outputs of transformers), "
+                   "and dataclasses; lists with an entry for each item; sparse gradients; a loss that fails with the "
+                   "predictions and targets of all workers (it reads more), or computes gradients (a gradient "
+                   "penalty, a residual of an equation), is averaged over workers, and a line says what it saw and "
+                   "what follows (tests/as_written.py)")
+@pytest.mark.holds('Losses', "A loss function that changes a state of its own in each call: all workers validate all "
+                   "batches, so that its state is that of one process. One that does so only in a validation: from "
+                   "the second one on, and a line says so. What a first call makes, such as a cache, is no state")
 @pytest.mark.spread('name')
 @pytest.mark.parametrize('how', HOW)
 @pytest.mark.parametrize('name', CASES)
@@ -67,6 +75,7 @@ class SeesItsLoss(Callback):
         return super().__call__(event)
 
 
+@pytest.mark.holds('Losses', "`learn.loss_func` is your own object in every event of a batch")
 @pytest.mark.parametrize('name', ['dice_of_a_batch', 'focal', 'annealed_by_a_callback', 'multi_task'])
 def test_the_loss_function_is_the_users_own_in_every_event(ranks, name):
     n, launcher = ranks
@@ -151,6 +160,8 @@ class Accumulates(Callback):
         self.count = 0
 
 
+@pytest.mark.holds('Limits', "Accumulation that isn't derived from fastai's `GradientAccumulation`: a line names the "
+                   "callback")
 def test_accumulation_of_ones_own_is_named(ranks, capfd):
     n, launcher = ranks
     learner(train=96, bs=4).distrib_fit(1, nprocs=n, launcher=launcher, cbs=[Accumulates(16)])

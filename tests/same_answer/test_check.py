@@ -30,6 +30,8 @@ def two():
 def streams(): return random.getstate(), torch.get_rng_state().tolist()
 
 
+@pytest.mark.holds('Batches', "`learn.distrib_check()` makes a few steps both ways, returns how far apart batches, "
+                   "losses, gradients, weights and a validation are, relative to their size, and leaves all as it was")
 def test_same_answer_and_nothing_changed(two):
     learn = learner(opt_func=Adam, metrics=accuracy, cbs=GradientClip(.1), wd=.1)
     learn.fit(1)        # an optimizer with state
@@ -148,6 +150,7 @@ OWN = {'size': (lambda: learner(model=Odd()), 'losses'),
        'padding': (padded, 'batches')}
 
 
+@pytest.mark.holds('Limits', "Padding that the model looks at: `distrib_check` shows it")
 @pytest.mark.few(4)
 @pytest.mark.parametrize('kind', OWN)
 def test_what_differs_first_is_named(two, kind):

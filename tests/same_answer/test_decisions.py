@@ -116,6 +116,9 @@ def rank_that_leaves(n, at, valid):
 def data(): return learner(train=33, valid=21, bs=3, metrics=accuracy, wd=.1, opt_func=Adam)
 
 
+@pytest.mark.holds('Decisions', "A callback may raise any `Cancel*Exception`, at any event, on one rank only or on "
+                   "two: the ranks vote at the end of the event, and all do what one process would do. So the forward "
+                   "pass may be a collective operation, as with `SyncBatchNorm`")
 @pytest.mark.few(5)
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at,epoch,valid', EVENTS)
@@ -135,6 +138,7 @@ def test_one_rank_wants_to_leave(ranks, event, kind, at, epoch, valid):
     assert [len(o) for o in learn.recorder.values] == [len(o) for o in one.recorder.values]
 
 
+@pytest.mark.holds('Decisions', "The same while gradients accumulate")
 @pytest.mark.spread
 @pytest.mark.parametrize('event,kind,at', [
     ('before_batch', 'batch', 2),
@@ -164,6 +168,7 @@ class TwoLeave(Callback):
             raise (CancelBatchException, CancelEpochException, CancelTrainException)[group.rank()]()
 
 
+@pytest.mark.holds('Decisions', "If ranks want different things, the strongest wish counts")
 def test_the_strongest_wish_counts(ranks):
     n, launcher = ranks
     learn, end = data(), AtEnd()
@@ -178,6 +183,7 @@ def with_nan(n, s=0):
     return [(x*float('nan') if i == 20 and s == 0 else x, y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
+@pytest.mark.holds('Decisions', "A NaN in one rank's shard stops all")
 def test_nan_in_one_shard(ranks):
     n, launcher = ranks
     end = AtEnd()
@@ -202,6 +208,7 @@ def test_nan_in_one_shard_of_validation(ranks):
     assert len(learn.recorder.values) == len(one.recorder.values)
 
 
+@pytest.mark.holds('Decisions', "`ShortEpochCallback`, and whatever else ends a phase early")
 def test_short_epochs(ranks):
     n, launcher = ranks
     end = AtEnd()
@@ -211,6 +218,7 @@ def test_short_epochs(ranks):
     assert largest(list(learn.model.state_dict().values()), list(one.model.state_dict().values())) < 1e-5
 
 
+@pytest.mark.holds('Decisions', "`EarlyStoppingCallback`")
 @pytest.mark.spread
 @pytest.mark.parametrize('monitor', ['valid_loss', 'accuracy'])
 def test_early_stopping(ranks, monitor):
@@ -223,6 +231,7 @@ def test_early_stopping(ranks, monitor):
     assert end.ranks[0][0][0] == len(one.recorder.losses)
 
 
+@pytest.mark.holds('Decisions', "`ReduceLROnPlateau`")
 def test_reduce_lr_on_plateau(ranks):
     n, launcher = ranks
     learn, one = fit_both(learner(lr=.5), n, launcher, 6, cbs=[ReduceLROnPlateau(patience=1)])
@@ -230,6 +239,7 @@ def test_reduce_lr_on_plateau(ranks):
     assert learn.opt.hypers[-1]['lr'] == one.opt.hypers[-1]['lr'] < .5
 
 
+@pytest.mark.holds('Decisions', "`SaveModelCallback` writes one file and loads it on all ranks")
 @pytest.mark.spread
 @pytest.mark.parametrize('with_opt', [False, True])
 def test_the_best_model_is_saved_once_and_loaded_on_all_ranks(ranks, tmp_path, with_opt):
@@ -263,6 +273,8 @@ class Branch(nn.Module):
         return out + self.b(x) if self.when == 'sometimes' else out
 
 
+@pytest.mark.holds('Weights', "Parameters that get no gradient: never, in some steps, or on one rank only; they are "
+                   "named once")
 @pytest.mark.spread
 @pytest.mark.parametrize('when', ['never', 'all', 'sometimes', 'late', 'data'])
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
@@ -288,6 +300,7 @@ class IdleLoss(nn.Module):
     def forward(self, pred, y): return nn.functional.cross_entropy(pred, y)
 
 
+@pytest.mark.holds('Decisions', "Parameters beside the model that get no gradient are named once, with their number")
 def test_parameters_beside_the_model_without_gradient(capfd):
     "They are counted: the model has no names for them"
     loss = IdleLoss()
@@ -308,6 +321,7 @@ class Thaw(Callback):
         if self.epoch == 2 and self.training: self.learn.freeze_to(self.iter % 2 - 1)
 
 
+@pytest.mark.holds('Weights', "Freezing and unfreezing by callbacks during a fit")
 @pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_freezing_during_a_fit(ranks, opt_func):
@@ -329,6 +343,7 @@ class NewHead(Callback):
         self.learn.create_opt()
 
 
+@pytest.mark.holds('Weights', "A layer that a callback replaces during a fit")
 def test_a_new_layer_in_the_middle_of_a_fit(ranks):
     "DDP is made anew for its parameters, though they are as many as before"
     n, launcher = ranks
@@ -346,6 +361,7 @@ print(learn.named.distrib, learn.named.distrib_fit)
 """
 
 
+@pytest.mark.holds('Decisions', "A callback may have an attribute named like a method of fastddp's")
 @pytest.mark.full
 def test_an_attribute_named_like_a_method_of_ours():
     "fastai warns of attributes that the learner has, too: without fastddp it has only the third of these"

@@ -77,6 +77,9 @@ def made(model=None, cbs=None, **kwargs):
     return learner(model=model and model(), cbs=cbs and cbs(), **kwargs)
 
 
+@pytest.mark.holds('Limits', "Weights that each rank changes in its own way: at the end of each epoch the ranks "
+                   "compare their weights. If they went apart, all go on with rank 0's, and one warning says how far "
+                   "apart they were, and names them")
 @pytest.mark.parametrize('case', DRIFTS)
 def test_weights_that_drift_become_rank_0s_with_one_warning(case, two, capfd):
     kwargs, which = DRIFTS[case]
@@ -208,6 +211,9 @@ STEPS = {'sam': dict(cbs=lambda: Sam('before_step')), 'sam after_backward': dict
          'two losses': dict(cbs=Halves), '_do_one_batch': dict(kind=OwnBatch)}
 
 
+@pytest.mark.holds('Weights', "SAM, adversarial weight perturbation, a learner's own `_do_grad_opt`, `_backward`, "
+                   "`_step` or `_do_one_batch`, a backward pass of a callback's own: each backward pass of a batch is "
+                   "weighed and averaged over all workers")
 @pytest.mark.few(5)
 @pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [partial(SGD, mom=.9), partial(OptimWrapper, opt=torch.optim.Adam)],
@@ -243,6 +249,8 @@ class Checkpointed(nn.Module):
         return self.c(h)
 
 
+@pytest.mark.holds('Weights', "Checkpointing with `use_reentrant=True`, which DDP can't follow: gradients are "
+                   "averaged after the backward pass")
 @pytest.mark.parametrize('how', [{}, dict(find_unused_parameters=True), dict(cbs=GradientAccumulation(24))],
                          ids=['plain', 'find_unused', 'accumulating'])
 def test_reentrant_checkpointing_is_that_of_one_process(how, three, capfd):
@@ -255,6 +263,8 @@ def test_reentrant_checkpointing_is_that_of_one_process(how, three, capfd):
     assert said == (not learn.cbs.filter(lambda cb: isinstance(cb, GradientAccumulation)))     # that is flat anyway
 
 
+@pytest.mark.holds('Limits', "A communication hook that rounds (`comm_hook=bf16_compress_hook`) rounds gradients, not "
+                   "losses")
 def test_gradients_in_bf16_leave_losses_exact(three):
     from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook
     notes = Weights()
@@ -272,6 +282,7 @@ class GradNoise(Callback):
         for p in self.model.parameters(): p.grad.data.add_(torch.randn_like(p)*.01)
 
 
+@pytest.mark.holds('Limits', "Noise that a callback adds to gradients: the same")
 def test_noise_on_gradients_drifts_and_is_named(two, capfd):
     learn = learner(cbs=[GradNoise(), Weights()])
     learn.distrib_fit(2, nprocs=2, launcher=two)

@@ -60,6 +60,8 @@ ASKS = dict(train=lambda learn: learn.get_preds(0, inner=True), valid=lambda lea
             validate=lambda learn: learn.validate(), validate_train=lambda learn: learn.validate(0))
 
 
+@pytest.mark.holds('Losses', "`learn.validate()` and `learn.get_preds()` of any loader in a callback: their numbers, "
+                   "and the weights and random streams afterwards")
 @pytest.mark.spread
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 @pytest.mark.parametrize('at', ['after_train', 'after_epoch'])
@@ -72,6 +74,8 @@ def test_values_weights_and_random_streams(ask, at, batch, two):
     for a, b in zip(got, expected): assert largest(a, b) < 1e-4
 
 
+@pytest.mark.holds('Losses', "A loader that a callback validates at the beginning of training is the one that fastai "
+                   "then trains on")
 @pytest.mark.parametrize('ask', ['validate', 'validate_train'])
 def test_a_loader_that_is_validated_before_training_is_trained_on(ask, two):
     "fastai leaves it in `learn.dl`, and its training goes over `learn.dl`"
@@ -137,6 +141,7 @@ class AsksMidway(Callback):
     def rank_leaves(self): return group.rank() == 1 or group.world_size() == 1
 
 
+@pytest.mark.holds('Losses', "One rank leaves the fit after a callback predicted in the middle of training")
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 def test_one_rank_leaves_after_predictions_in_the_middle_of_training(batch, two):
     learn = learner()
@@ -180,6 +185,10 @@ LOOPS = dict(valid=lambda learn: targets(learn.dls.valid), train=lambda learn: t
              first_only=lambda learn: next(iter(learn.dls.train)))
 
 
+@pytest.mark.holds('Batches', "A callback that loops over `learn.dls.train` or `learn.dls.valid`, or takes "
+                   "`dls.one_batch()`, sees the whole, in batches of the loader's own size, at any event; what "
+                   "follows is that of one process. In events of validation batches, which ranks don't have equally "
+                   "many of, and on rank 0 alone, the random streams stay where they were")
 @pytest.mark.spread
 @pytest.mark.parametrize('at', ['before_fit', 'before_train', 'after_train', 'after_epoch'])
 @pytest.mark.parametrize('ask', [*LOOPS])
@@ -324,6 +333,8 @@ class MidValidation(Callback):
         self.asking = False
 
 
+@pytest.mark.holds('Limits', "A callback that validates in the middle of a batch of a validation: the worker that has "
+                   "the batch goes over all batches; the metrics of the outer validation go on as if it had not been")
 def test_a_validation_within_a_validation(two):
     "It is this rank's, of all batches, and the outer one goes on as in one process"
     def make(): return learner(valid=32, bs=8, metrics=[accuracy, F1Score(average='macro')])

@@ -155,6 +155,7 @@ class Losses(Callback):
         if self.training: self.losses.append(float(self.learn.loss))
 
 
+@pytest.mark.holds('Decisions', "A batch that is left after its loss: the Recorder notes the loss of all items")
 @pytest.mark.parametrize('at', [0, 1])
 def test_the_loss_of_a_batch_that_is_left_after_it_is_that_of_all_items(ranks, at):
     n, launcher = ranks

@@ -125,6 +125,11 @@ KINDS = dict(
 def _mae(a, b): return float(abs(a-b).mean())
 
 
+@pytest.mark.holds('Losses', "A fit validates as `learn.validate()` does: each worker takes whole batches of your own "
+                   "loader, in turn. So a row of the table is what `learn.validate()` gives for the same weights, for "
+                   "any metric (averages, accumulated predictions, `Dice`, `JaccardCoeff`, `Perplexity`, BLEU, "
+                   "scikit-learn's, your own `Metric`) and any loss, for any size of the validation set, and the same "
+                   "to the bit on all ranks")
 @pytest.mark.few(2)
 @pytest.mark.spread
 @pytest.mark.parametrize('bs', [4, 64])
@@ -145,6 +150,7 @@ def test_any_size_of_the_validation_set(ranks, kind, bs):
         close([one.validate()], [values(learn)[-1][1:]])
 
 
+@pytest.mark.holds('Losses', "`train_metrics=True` counts each item once")
 @pytest.mark.spread
 @pytest.mark.parametrize('train', [25, 26, 37])
 def test_metrics_of_training(ranks, train):
@@ -166,6 +172,7 @@ class TwoViews(Callback):
         self.learn.yb = tuple(torch.cat([y, y]) for y in self.yb)
 
 
+@pytest.mark.holds('Losses', "Where a callback makes several views of each item, all of them")
 @pytest.mark.parametrize('metric', [lambda: accuracy, Largest])
 def test_metrics_of_training_count_all_views(ranks, metric):
     n, launcher = ranks
@@ -178,6 +185,8 @@ def test_metrics_of_training_count_all_views(ranks, metric):
 class Smooth(AvgSmoothLoss): name = 'of_its_own'
 
 
+@pytest.mark.holds('Losses', "A metric derived from `AvgSmoothLoss`, of training, also where a worker has no items in "
+                   "a batch")
 def test_a_smooth_loss_of_ones_own_where_a_rank_has_no_items(ranks):
     n, launcher = ranks
     learn, seen = learner(train=2*n+1, bs=2, metrics=Smooth(beta=.5)), Values()
@@ -205,6 +214,7 @@ class Other(Collect):
         self.busy = False
 
 
+@pytest.mark.holds('Losses', "Another loader, validated in a callback")
 @pytest.mark.spread
 @pytest.mark.parametrize('how', ['validate', '_do_epoch_validate'])
 def test_another_loader_within_a_callback(ranks, how):
@@ -226,6 +236,8 @@ class Exchange(Callback):
     def before_validate(self): self.learn.dl = self.valid
 
 
+@pytest.mark.holds('Losses', "A callback puts a list of batches in the place of the loader: each rank goes over all "
+                   "of it")
 @pytest.mark.parametrize('loss_func', [None, WithParts()])
 def test_a_list_of_batches_in_the_place_of_the_loader(ranks, loss_func):
     "Each rank goes over all of it, so each has the metrics of one process"
@@ -251,6 +263,7 @@ class Twice(Callback):
         self.is_second = False
 
 
+@pytest.mark.holds('Losses', "A batch of a validation that a callback runs again")
 def test_a_batch_of_a_validation_that_runs_again(ranks):
     "It counts twice, though the loader yielded it once"
     n, launcher = ranks
@@ -259,6 +272,7 @@ def test_a_batch_of_a_validation_that_runs_again(ranks):
     close(values(learn), values(one), 1e-5)
 
 
+@pytest.mark.holds('Losses', "A loss with `reduction='sum'`, also as a metric (`AvgLoss()`)")
 def test_the_loss_of_a_sum_is_that_of_one_process_also_as_a_metric(ranks):
     n, launcher = ranks
     learn = learner(metrics=[AvgLoss()], loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.001)
@@ -271,6 +285,7 @@ def first_ignored(n, s=0):
     return [(x, torch.tensor(-100) if s and i < 16 else y) for i, (x, y) in enumerate(items(n, s=s))]
 
 
+@pytest.mark.holds('Losses', "A batch in which no target counts (`ignore_index`): `valid_loss` is NaN")
 def test_a_batch_without_any_target_makes_the_loss_of_a_validation_nan(ranks):
     n, launcher = ranks
     learn, one = fit_both(learner(data=first_ignored), n, launcher, 1)
@@ -307,6 +322,8 @@ class Sets(nn.Module):
         return out
 
 
+@pytest.mark.holds('Losses', "With a metric class of your own every worker validates all batches: it may read what it "
+                   "likes")
 @pytest.mark.few(4)
 @pytest.mark.parametrize('metric', [ReadsInput, SumOfInputs, ReadsTheModel])
 def test_a_metric_may_read_what_it_likes(ranks, metric, capfd):
@@ -316,6 +333,7 @@ def test_a_metric_may_read_what_it_likes(ranks, metric, capfd):
     assert f"Each worker validates all batches, since {metric.__name__} has a state" in capfd.readouterr().out
 
 
+@pytest.mark.holds('Losses', "A metric of training whose states can't be added up is refused")
 def test_a_metric_of_training_whose_state_does_not_add_up_is_refused():
     learn = learner(metrics=Spread())
     learn.recorder.train_metrics = True
@@ -323,6 +341,7 @@ def test_a_metric_of_training_whose_state_does_not_add_up_is_refused():
         learn.distrib_fit(1, nprocs=2)
 
 
+@pytest.mark.holds('Losses', "Losses during training are those of the global batches")
 def test_losses_are_those_of_the_global_batches(ranks):
     n, launcher = ranks
     class Losses(Collect):

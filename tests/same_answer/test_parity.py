@@ -46,6 +46,8 @@ def batches(rows):
     return {k: sorted(v) for k, v in res.items()}
 
 
+@pytest.mark.holds('Batches', "The global batches are those of one process, in order; an epoch holds each item once; "
+                   "`drop_last` as you set it; each epoch has its own order")
 @pytest.mark.spread
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 @pytest.mark.parametrize('drop_last', [False, True])
@@ -69,6 +71,7 @@ def test_global_batches_are_those_of_one_process(ranks, batch, drop_last):
     assert len({tuple(own[e, 0]) for e in range(3)}) == 3      # each epoch its own order
 
 
+@pytest.mark.holds('Batches', "`set_seed` reproduces a run, and two fits in a row differ")
 def test_a_seed_reproduces_and_fits_differ(two):
     first, second, third = Seen(), Seen(), Seen()
     learn = learner(train=20)
@@ -137,6 +140,9 @@ def make(case):
     return learner(**kw)
 
 
+@pytest.mark.holds('Weights', "Weights and optimizer state are those of one process to 1e-5: fastai's optimizers and "
+                   "torch's in `OptimWrapper`, weight decay, gradient clipping, label smoothing, class weights, "
+                   "ignored classes, summed losses, sizes that divide by nothing")
 @pytest.mark.few(10)
 @pytest.mark.spread
 @pytest.mark.parametrize('case', CASES)
@@ -149,6 +155,7 @@ def test_weights_are_those_of_one_process(ranks, case):
     assert len(learn.recorder.losses) == steps.ranks[0][0][0] > 3
 
 
+@pytest.mark.holds('Weights', "Frozen groups and discriminative learning rates, before and after `unfreeze`")
 @pytest.mark.spread
 @pytest.mark.parametrize('opt_func', [SGD, Adam])
 def test_groups_frozen_and_with_their_own_rates(ranks, opt_func):
@@ -166,6 +173,7 @@ def test_groups_frozen_and_with_their_own_rates(ranks, opt_func):
     assert_same(learn, one)
 
 
+@pytest.mark.holds('Weights', "`fit_one_cycle`, `fine_tune`, `fit_flat_cos`, with the same schedule")
 @pytest.mark.parametrize('how,args', [('fit_one_cycle', (2, .05)), ('fine_tune', (1, .05)), ('fit_flat_cos', (2, .05))])
 def test_schedules(two, how, args):
     learn = learner(opt_func=Adam, splitter=layers)
@@ -178,6 +186,7 @@ def test_schedules(two, how, args):
     assert learn.recorder.lrs == one.recorder.lrs
 
 
+@pytest.mark.holds('Batches', "`batch='global'` is plain `learn.fit`")
 def test_batch_global_is_plain_fit(ranks):
     n, launcher = ranks
     learn, one = fit_both(learner(bs=8), n, launcher, 3, batch='global')
@@ -194,6 +203,7 @@ def _alone(ctx, obj):
     return [float(p.detach().double().sum()) for p in learn.model.parameters()]
 
 
+@pytest.mark.holds('Weights', "Without the averaging of gradients the ranks would go apart, so these tests can fail")
 def test_control_without_reduction_ranks_differ(two):
     "The comparison above would notice: on their shares alone the ranks go apart"
     from fastddp.fastai2.loaders import shard_dl
@@ -208,6 +218,7 @@ def test_control_without_reduction_ranks_differ(two):
     assert largest(*res) > 1e-3
 
 
+@pytest.mark.holds('Weights', "One rank alone is plain fastai to the bit, dropout included")
 @pytest.mark.parametrize('model',
                          [mlp, lambda: nn.Sequential(nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Dropout(.5),
                                                      nn.Linear(8, 3))])
@@ -227,6 +238,7 @@ class Noise(Collect):
         if self.training: self.note(torch.rand(()), np.random.rand())
 
 
+@pytest.mark.holds('Limits', "Each worker draws its own random numbers, reproducibly under a seed")
 def test_random_streams_differ_between_ranks_and_reproduce(ranks):
     n, launcher = ranks
     first, second = Noise(), Noise()
@@ -253,6 +265,8 @@ class Stats(Collect):
     def before_validate(self): self.note(*self.learn.model[1].running_mean, *self.learn.model[1].running_var)
 
 
+@pytest.mark.holds('Limits', "Batch norm on the CPU: each worker normalizes its own shard, running statistics are "
+                   "averaged at the end of each epoch, and one line says so. No worker sees a batch of one item")
 @pytest.mark.spread
 @pytest.mark.parametrize('train', [21, 25, 37])
 def test_batch_norm_is_averaged_and_never_sees_one_item(ranks, train, capfd, monkeypatch):
@@ -286,6 +300,8 @@ class Reductions(Callback):
         passes.average_grads, self.real = self.real, None
 
 
+@pytest.mark.holds('Weights', "`GradientAccumulation` counts the items of all ranks, and gradients are reduced once "
+                   "per optimizer step")
 @pytest.mark.spread
 @pytest.mark.parametrize('n_acc', [8, 24, 30])
 @pytest.mark.parametrize('loss_func', [nn.CrossEntropyLoss, weighted])
@@ -305,6 +321,7 @@ def test_accumulation_counts_all_items_and_reduces_once_per_step(ranks, n_acc, l
     assert steps.ranks[0][0][0] == single.rows[0][0] == reductions.n
 
 
+@pytest.mark.holds('Weights', "`to_fp16` and `to_bf16` do no harm on the CPU")
 @pytest.mark.parametrize('how', ['to_fp16', 'to_bf16'])
 def test_mixed_precision_does_no_harm_on_the_cpu(two, how):
     learn = learner()
@@ -313,11 +330,14 @@ def test_mixed_precision_does_no_harm_on_the_cpu(two, how):
     assert_same(learn, one)
 
 
+@pytest.mark.holds('Weights', "Options of DDP (`static_graph`, `bucket_cap_mb`) change no result")
 @pytest.mark.parametrize('options', [dict(static_graph=True), dict(bucket_cap_mb=.001)], ids=lambda o: next(iter(o)))
 def test_options_of_ddp_change_no_result(two, options):
     assert_same(*fit_both(learner(train=53), 2, two, 2, ddp=options))
 
 
+@pytest.mark.holds('Weights', "`gradient_as_bucket_view` neither, with torch's optimizers; with fastai's own it is "
+                   "refused")
 def test_gradients_as_views_of_buckets(two):
     torch_sgd = functools.partial(OptimWrapper, opt=torch.optim.SGD, momentum=0.9)
     assert_same(*fit_both(learner(train=53, opt_func=torch_sgd), 2, two, 2, ddp=dict(gradient_as_bucket_view=True)))

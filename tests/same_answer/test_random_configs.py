@@ -2,11 +2,15 @@
 import pytest, random_combinations, random_configs
 
 
+@pytest.mark.holds('Decisions', "Random configurations of all this: none hangs")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize('n', [4, pytest.param(15, marks=pytest.mark.full)])
 def test_some_random_fits(n): assert random_configs.main(n)
 
 
+@pytest.mark.holds('Decisions', "Random combinations of data, model, loaders, loss, optimizer and callbacks: weights, "
+                   "optimizer, recorder, callbacks and random streams, and one more plain epoch, are those of one "
+                   "process to float32's precision")
 @pytest.mark.timeout(200)
 @pytest.mark.parametrize('n', [3, pytest.param(8, marks=pytest.mark.full)])
 def test_some_random_combinations(n): assert random_combinations.main(n)

@@ -1,26 +1,20 @@
-"""docs/maintainers/same_answer.md names a test for each guarantee, and these tests exist."""
-import ast, re
+"""What is promised stands at the test that holds it, and on a page of the site."""
+import sys
 from pathlib import Path
 import pytest
 
-root = Path(__file__).resolve().parents[2]
-CONTRACT = (root/'docs'/'maintainers'/'same_answer.md').read_text(encoding='utf-8')
-NAMED = re.findall(r'`((?:\w+/)?test_\w+\.py)::(test_\w+)`', CONTRACT)
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]/'tools'))
+import contract
+
+sys.path.pop(0)
 
 
-def functions_in(path):
-    return {o.name for o in ast.walk(ast.parse(path.read_text(encoding='utf-8'))) if isinstance(o, ast.FunctionDef)}
+@pytest.mark.parametrize('section', contract.SECTIONS)
+def test_promises_are_on_the_page(section):
+    own = [(said, test) for where, said, _, test in contract.held() if where == section]
+    assert len(own) > 10
+    page = contract.render().partition(f'## {section}')[2].partition('## ')[0]
+    assert page.count('\n| ') == len(own)+1 and all(o in page for row in own for o in row)
 
 
-def test_guarantees_are_named(): assert len(NAMED) > 25
-
-
-@pytest.mark.parametrize('file,test', sorted(set(NAMED)))
-def test_named_test_exists(file, test): assert test in functions_in(root/'tests'/file)
-
-
-@pytest.mark.parametrize('file', ['same_answer/test_parity.py', 'same_answer/test_metrics.py',
-                                  'same_answer/test_decisions.py'])
-def test_every_such_test_is_named(file):
-    own = {o for o in functions_in(root/'tests'/file) if o.startswith('test_')}
-    assert own == {t for f, t in NAMED if f == file}
+def test_each_marker_has_a_section(): assert {o[0] for o in contract.held()} == {*contract.SECTIONS}

@@ -34,6 +34,8 @@ def lm_learner(bs):
                    cbs=[ModelResetter, RNNCallback, RNNRegularizer(2., 1.)])
 
 
+@pytest.mark.holds('Weights', "A language model (AWD-LSTM): N workers with b streams are one process with N·b "
+                   "streams, hidden state and regularization included")
 @pytest.mark.parametrize('n', [2, 3])
 def test_a_language_model_equals_one_process(n):
     many, one = lm_learner(12//n), lm_learner(12)

@@ -156,6 +156,8 @@ class Attacks(Collect):
         else: self.learn.loss_grad = self.learn.loss_grad+.5*self.learn.loss_func(self.model(x), self.y)
 
 
+@pytest.mark.holds('Losses', "A loss module is computed over all items in every event of a batch in which a callback "
+                   "calls it, and a gradient by the inputs is that of one process")
 @pytest.mark.parametrize('event', ['before_batch', 'after_loss'])
 @pytest.mark.parametrize('scaled', [False, True])
 def test_a_loss_module_in_an_event_is_that_of_all_items(ranks, event, scaled):
@@ -189,6 +191,8 @@ def test_a_callback_of_rank_0_computes_the_loss_of_its_items(ranks):
 
 # What a line says
 
+@pytest.mark.holds('Limits', "Predictions whose dimension 0 isn't the items, or may not be (stacked views), are "
+                   "averaged; the line says that a sum is divided by the number of workers")
 def test_views_that_are_stacked_are_no_items(two, capfd):
     "As many views as items in each worker's batch"
     class Two(Views):

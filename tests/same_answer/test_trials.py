@@ -56,6 +56,8 @@ class LeavesOutLate(Callback):
         self.learn.pred, self.learn.yb = self.pred[keep], (self.y[keep],)
 
 
+@pytest.mark.holds('Weights', "A callback that leaves items out of a batch, or doubles it; rows that are no items "
+                   "(nodes of graphs): also where a rank has none left")
 @pytest.mark.parametrize('cb', [LeavesOut, LeavesOutLate])
 @pytest.mark.parametrize('loss', ['known', 'gathered'])
 def test_a_callback_leaves_items_out(ranks, cb, loss):
@@ -135,6 +137,8 @@ class Counts:
         return F.mse_loss(pred, y)/(1+.1*self.n)
 
 
+@pytest.mark.holds('Losses', "Losses whose value is a mean and whose gradient is none; annealing counters in a "
+                   "closure or an attribute; a term that the model keeps (`model.kl`) is named")
 @pytest.mark.parametrize('loss', [lambda: ratio, annealed, Counts], ids=['ratio', 'annealed', 'counts'])
 def test_losses_that_are_not_what_they_seem(ranks, loss):
     n, launcher = ranks
@@ -182,6 +186,8 @@ def add(learn, term):
     for name in 'loss_grad', 'loss': setattr(learn, name, getattr(learn, name)+term)
 
 
+@pytest.mark.holds('Losses', "What a callback adds to `learn.loss` (a mean over items) is in `valid_loss`, also where "
+                   "the loss is computed over all predictions")
 @pytest.mark.parametrize('metrics', [None, Perplexity], ids=['loss', 'perplexity'])
 def test_a_term_that_a_callback_adds_is_in_the_validation_loss(ranks, metrics, capfd):
     "Also where the loss is computed over all predictions"
@@ -195,6 +201,7 @@ def assert_same_weights(learn, one):
     for p, q in zip(learn.model.parameters(), one.model.parameters()): assert (p-q).abs().max() < 1e-5
 
 
+@pytest.mark.holds('Weights', "A second pass (SAM) with a loss that is no mean")
 @pytest.mark.parametrize('event', ['before_step', 'after_backward'])
 def test_a_second_pass_with_a_loss_that_is_no_mean(ranks, event):
     n, launcher = ranks
@@ -232,6 +239,7 @@ def test_one_rank_alone_may_load(tmp_path):
 def lbfgs(params, lr, **kwargs): return OptimWrapper(params, torch.optim.LBFGS, lr=lr)
 
 
+@pytest.mark.holds('Weights', "LBFGS, which decides by the loss that its closure returns, is refused")
 def test_lbfgs_is_refused():
     "The loss of one worker would decide about its steps"
     with Local(gpus=[]) as launcher, pytest.raises(WorkerError, match='LBFGS decides by the loss'):
@@ -269,6 +277,7 @@ class InTwoSteps(Learner):
 def sam(params, lr, **kwargs): return OptimWrapper(params, SamOptimizer, lr=lr)
 
 
+@pytest.mark.holds('Weights', "SAM in two steps (`first_step`, `second_step`), and `backward(create_graph=True)`")
 @pytest.mark.parametrize('how', [{}, dict(regression(), loss_func=RMSE())], ids=['mean', 'gathered'])
 def test_sam_in_two_steps(ranks, how):
     n, launcher = ranks
@@ -316,6 +325,8 @@ class NotesLossLate(Learner):
         self.loss = loss.detach().clone()
 
 
+@pytest.mark.holds('Losses', "A loss that a callback or a learner sets after its own backward pass, also where one "
+                   "rank makes none")
 @pytest.mark.parametrize('how', [dict(cbs=StepsByItself), dict(kind=NotesLossLate)])
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 def test_a_loss_that_is_set_after_its_backward_pass(ranks, how, batch):
@@ -349,6 +360,8 @@ def test_a_loss_that_is_set_late_where_one_rank_makes_no_backward_pass(ranks):
 def in_halves(model): return [list(model[0].parameters()), list(model[2].parameters())]
 
 
+@pytest.mark.holds('Weights', "A layer that was trained and then frozen goes on being decayed, as in fastai: its "
+                   "gradient is zero, not None")
 def test_a_layer_that_was_trained_and_then_frozen_goes_on_being_decayed(ranks):
     "Its gradient is zero, not None: in the next fit, on workers or in the notebook"
     n, launcher = ranks
@@ -385,6 +398,8 @@ class ReadsAll(ReadsSlices):
     def create_batch(self, b): return self.dataset.x[b], self.dataset.y[b]
 
 
+@pytest.mark.holds('Batches', "A loader whose `create_batch` is your own or a library's may read a slice: workers get "
+                   "whole batches")
 @pytest.mark.parametrize('kind', [ReadsSlices, ReadsAll])
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])
 def test_a_loader_that_reads_slices(ranks, kind, batch):

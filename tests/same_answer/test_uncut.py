@@ -81,6 +81,8 @@ CASES = dict(known=(nn.MSELoss(), None), root=(root, None),
              two_views=(nn.MSELoss(), lambda: views(16)))
 
 
+@pytest.mark.holds('Batches', "Batches that can't be cut, such as those of graphs: known losses, losses over all "
+                   "predictions, `GradientAccumulation`, with several rows for each item")
 @pytest.mark.spread
 @pytest.mark.parametrize('sizes', [[8, 8, 4, 8], [8, 1, 8, 1], [1, 8, 8]])
 @pytest.mark.parametrize('batch', ['global', 'per_worker'])

@@ -55,6 +55,8 @@ def torch_dl(ds, **kw): return TorchLoader(ds, batch_size=4, num_workers=2, **kw
 def torch_lambdas(ds): return torch_dl(ds, collate_fn=no_pickle)
 
 
+@pytest.mark.holds('Batches', "A fit never ends with steps missing: what ends a rank's loader early, or a batch that "
+                   "a loader's process can't send, is that rank's error at once")
 @pytest.mark.parametrize('make,bad,why', [
     (fastai_dl, 9, 'DataLoader worker'), (torch_dl, 9, 'DataLoader worker'),
     (fastai_lambdas, None, "Can't (pickle|get local)"), (torch_lambdas, None, "Can't (pickle|get local)")])
@@ -84,6 +86,8 @@ class AtOnce(Balanced):
         return iter([order[i:i+7] for i in range(0, self.n, 7)])
 
 
+@pytest.mark.holds('Batches', "A torch `batch_sampler` of your own: with `batch='global'` each of its batches is "
+                   "divided, else N of them are one step")
 @pytest.mark.spread
 @pytest.mark.parametrize('sampler', [Balanced, AtOnce])
 @pytest.mark.parametrize('num_workers', [0, 2])
@@ -118,6 +122,7 @@ def table(bs, bn):
     return learn
 
 
+@pytest.mark.holds('Batches', "Tables, for 1 to 15 rows per worker (without batch norm; with it, see below)")
 @pytest.mark.parametrize('bn', [False, True])
 def test_tables_of_any_batch_size(bn, two):
     for bs in (1, 2, 3, 7, 14, 15) if not bn else (1, 3, 15):
@@ -150,6 +155,8 @@ def streams(batch, **kwargs):
     return learn
 
 
+@pytest.mark.holds('Batches', "A model with a `reset`, over rows that are streams: `batch='global'` is one process, "
+                   "and validation keeps the loader's own rows in any case")
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 def test_validation_keeps_the_rows_of_a_model_with_state(batch, two):
     learn = streams(batch)
@@ -178,6 +185,8 @@ LOADERS = {'fastai': lambda ds: DataLoader(ds, bs=4, drop_last=True), 'full': la
            'torch': lambda ds: TorchLoader(ds, batch_size=4, drop_last=True)}
 
 
+@pytest.mark.holds('Batches', "Such a model whose state has its batch size built in: each worker trains with the "
+                   "loader's batch and validates all of the loader's batches")
 @pytest.mark.parametrize('kind', LOADERS)
 def test_a_state_with_the_batch_size_built_in(kind, two, capsys, monkeypatch):
     "Each worker trains with the loader's batch, and validates the loader's batches"
@@ -203,6 +212,8 @@ class Grows(Callback):
     def after_epoch(self): self.dls.train.bs *= 2
 
 
+@pytest.mark.holds('Batches', "A callback that changes `dls.train.bs` (there it is the batch of all workers): from "
+                   "the next epoch on, and back in the notebook")
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 def test_a_callback_changes_the_batch_size(batch, two):
     learn, one = fit_both(learner(cbs=Grows()), 2, two, 3, batch=batch)
@@ -345,6 +356,8 @@ class Notes(Callback):
         self.ranks = [t.tolist() for t in group.all_gather_object(torch.tensor([own], dtype=torch.float64))]
 
 
+@pytest.mark.holds('Batches', "What the notebook set for its process (precision, determinism, default dtype, number "
+                   "formats) holds in the workers")
 def test_what_the_notebook_set(two):
     before = read_settings()
     def fit():

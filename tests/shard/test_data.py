@@ -307,6 +307,7 @@ def skipping(gone):
     return f
 
 
+@pytest.mark.holds('Limits', "A skipped item (`SkipItemException`) ends the fit with an error that names it")
 @pytest.mark.parametrize('train', [True, False])
 def test_a_skipped_item_is_refused(train):
     def make(): return DataLoader(range(12), bs=2, after_item=skipping({3, 4, 6}))
@@ -584,6 +585,9 @@ def reads_whole(dl):
 def flat(b): return [int(o) for t in (b if isinstance(b, (tuple, list)) else [b]) for o in torch.as_tensor(t).flatten()]
 
 
+@pytest.mark.holds('Batches', "A loader that can't be divided by items (several loaders side by side, its own "
+                   "`__iter__` or `create_batches`, a list of batches, a stream with processes, a stream that shards "
+                   "itself): every worker reads all of it, and they take whole batches in turn")
 @pytest.mark.parametrize('n', [2, 3])
 @pytest.mark.parametrize('name', WHOLE)
 def test_what_cant_be_divided_by_items_is_read_by_every_rank(name, n, monkeypatch):
