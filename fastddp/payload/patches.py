@@ -6,8 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/106_patches.ipynb #48937501
-import copy, enum, functools, importlib, inspect, marshal, operator, pathlib, sys, types, uuid
-import zlib
+import copy, enum, functools, importlib, inspect, marshal, operator, os, pathlib, sys, threading
+import types, uuid, zlib
 from contextlib import suppress
 from itertools import chain
 from typing import NamedTuple
@@ -201,7 +201,7 @@ def _pack(module):
         kept = {k:v for k,v in attrs.items() if can_be_pickled(v, _pickler_of(name))}
         return _packed((type(module), kept), name)
 
-def _packed(o, name):
+def _packed(o, name=None):
     payload = dump(o, pickler=_pickler_of(name))
     return payload.meta,tuple(map(bytes, payload.buffers))
 
@@ -442,7 +442,7 @@ def make_marks():
 # %% ../../nbs/payload/106_patches.ipynb #2b00ff6a
 # These say where a process runs
 FLAGS = {'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON','IN_COLAB'}
-_MAX_SENT = 20_000      # bytes of the pickle of one value
+_OF_PROCESS = os.getpid(), threading.main_thread().ident
 
 def _package(v):
     "The package of a function or class, or of the type of another object"
@@ -461,7 +461,7 @@ def _is_setting(owner, module, name, v, mark # In the helper, or None
         is_lazy = '__getattr__' in vars(owner) and _package(v) == module.partition('.')[0]
         return not is_private and not (is_lazy and getattr(v, '__name__', '') == name)
     if is_private: return _has_setter(owner, name)
-    return not (type(v) in (int,float) and v > 1e9)     # a time
+    return type(v) is not int or v not in _OF_PROCESS
 
 def _has_setter(owner, name):
     "True if there is a public function such as `set_x` that names this attribute"
@@ -472,10 +472,8 @@ def _has_setter(owner, name):
     return False
 
 def _dumped(v):
-    "Return the pickle of a value; None if it has none, or is large"
-    with suppress(Exception):
-        payload = dump(v)
-        if not payload.buffers and len(payload.meta) <= _MAX_SENT: return payload.meta
+    "Return a value as `_unpack` takes it; None if it can't be pickled"
+    with suppress(Exception): return _packed(v)
 
 # %% ../../nbs/payload/106_patches.ipynb #2b072468
 _differing = {}     # key of `_packages` -> (its `_Package`, the marks, `(module, path, attribute)`)
@@ -490,8 +488,8 @@ def _names(key, o, marks):
     return [k for k in changed if _is_setting(o.owner, key[0], k, attrs[k], theirs.get(k))]
 
 def changed_attributes(marks):
-    """Return a list of `(module, qualified name of a class or None, attribute, pickle)`, of what
-    the last search found"""
+    """Return a list of `(module, qualified name of a class or None, attribute, value as `_dumped`)`,
+    of what the last search found"""
     res,done = [],set()
     for package,o in _packages.items():
         last = _differing.get(package)
@@ -516,7 +514,7 @@ def set_attributes(rows # What `changed_attributes` returned in another process
     for module,cls,name,data in rows:
         # what modules keep for themselves, too; what a worker lacks is named when it fails
         with suppress(Exception):
-            _undo_attributes.append(_set_attribute(_owner(module, cls), name, load(data, [])))
+            _undo_attributes.append(_set_attribute(_owner(module, cls), name, _unpack(data)))
 
 # %% ../../nbs/payload/106_patches.ipynb #a26d4a35
 def _items(attrs):

@@ -31,21 +31,15 @@ from .reducers import reduces
 _LEFT_OUT = {*sys.stdlib_module_names,'torch','numpy','pandas','fastddp','cloudpickle','IPython',
              'fastprogress','tqdm','__main__','__mp_main__'}
 
-_MAX_ITEMS = 1000           # of a container
-_MAX_BYTES = 2**20          # of an array of a library
-_MAX_OWN_BYTES = 2**27      # of an array of the user's own modules
-_MAX_DEPTH = 5              # of containers in containers
-
-def is_plain(v, depth=_MAX_DEPTH):
-    "Return True for a number, text, path, small array and the like, and for a container of these"
+def is_plain(v, inside=()): # Ids of the containers that hold it
+    "Return True for a number, text, path, array and the like, and for a container of these"
     if is_value(v): return True
     if type(v) in (torch.Tensor,np.ndarray):
-        is_small = v.nbytes <= _MAX_BYTES and v.dtype != object
-        return is_small and str(getattr(v, 'device', 'cpu')) == 'cpu'
+        return v.dtype != object and str(getattr(v, 'device', 'cpu')) == 'cpu'
     if type(v) not in (list,tuple,dict,set,frozenset): return False
-    if not depth or len(v) > _MAX_ITEMS: return False
+    if id(v) in inside: return False
     items = [*v, *v.values()] if type(v) is dict else v
-    return all(is_plain(o, depth-1) for o in items)
+    return all(is_plain(o, (*inside,id(v))) for o in items)
 
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
              types.MemberDescriptorType, types.GetSetDescriptorType)
@@ -144,8 +138,7 @@ def own_variables(module, path, o # An item of `definitions_of`
     def is_sent(name, v):
         if type(name) is tuple or name.startswith('_abc_') or name in FLAGS: return False
         if is_code(v): return is_variable(module, f'{path}.{name}' if path else name, v)
-        is_array = isinstance(v, (torch.Tensor,np.ndarray))
-        return is_data(v) and not (is_array and v.nbytes > _MAX_OWN_BYTES)
+        return is_data(v)
     if isinstance(o, types.FunctionType):
         return {k:v for k,v in kind(o).attrs(o).items() if v is not None and is_sent(k, v)}
     # to look at each of the thousand names of `import *` takes long

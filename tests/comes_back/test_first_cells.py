@@ -43,6 +43,9 @@ DATA = saved({'a': 1})
 # what it is -> (its object, attribute, value, probe)
 ATTRIBUTES = {
     'a flag': (ImageFile, 'LOAD_TRUNCATED_IMAGES', True, "__import__('PIL.ImageFile').ImageFile.LOAD_TRUNCATED_IMAGES"),
+    'a number as large as a time': (ImageFile, 'MAXBLOCK', 10**10, "__import__('PIL.ImageFile').ImageFile.MAXBLOCK"),
+    'a long text': (Image, 'NOTICE', 'x'*100_000, "len(__import__('PIL.Image').Image.NOTICE)"),
+    'an array': (Image, 'TABLE', np.arange(300_000), "int(__import__('PIL.Image').Image.TABLE.sum())"),
     'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None,
                                          "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS"),
     'a constant that is gone': (Image, 'OLD_LANCZOS', Image.LANCZOS, "int(__import__('PIL.Image').Image.OLD_LANCZOS)"),

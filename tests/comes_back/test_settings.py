@@ -16,7 +16,7 @@ def two():
 LIBRARY = '''
 import threading, torch
 from fastai.callback.core import Callback
-SIZE, TABLE, NAMES, TOOL, _hidden = 8, dict(a=1), ['x'], None, 1
+SIZE, TABLE, NAMES, TOOL, _hidden, MANY = 8, dict(a=1), ['x'], None, 1, [*range(2000)]
 table = TABLE
 class Base:
     spacing, matrix, kinds = None, None, {}
@@ -24,7 +24,7 @@ class Seen(Base, Callback):
     "Notes what a worker's modules and classes hold"
     def after_fit(self):
         self.seen = dict(SIZE=SIZE, TABLE=TABLE, NAMES=NAMES, spacing=self.spacing, kinds=self.kinds,
-                         same=table is TABLE, hidden=_hidden, tool=TOOL)
+                         same=table is TABLE, hidden=_hidden, tool=TOOL, many=MANY[1999:])
         self.matrix_seen = self.matrix
 def sizes(): return SIZE, TABLE
 '''
@@ -81,13 +81,14 @@ def module(tmp_path, monkeypatch):
 
 def check_seen(seen, lib):
     assert seen == dict(SIZE=4, TABLE=dict(a=2, b=3), NAMES=['x', 'y'], spacing=(1, 1), kinds=dict(k=5), same=True,
-                        hidden=1, tool=None)
+                        hidden=1, tool=None, many=[1999, 'z'])
 
 
 def change(lib):
     lib.SIZE, lib.Base.spacing, lib._hidden = 4, (1, 1), 2
     lib.TABLE.update(a=2, b=3)
     lib.NAMES.append('y')
+    lib.MANY.append('z')
     lib.Base.kinds['k'] = 5
     lib.Base.matrix = torch.eye(2)
 
@@ -114,6 +115,12 @@ def test_settings_in_functions(module):
     lib = module('lib_functions', LIBRARY, 'site-packages')
     change(lib)
     assert ranch(2, lib.sizes) == [(4, dict(a=2, b=3))]*2
+
+
+def test_no_array_of_an_own_module_is_too_large(module):
+    own = module('own_large', 'import torch\ntable = torch.zeros(1)\ndef total(): return table.sum().item()\n')
+    own.table = torch.ones(34_000_000)      # 136 MB
+    assert ranch(2, own.total) == [34e6]*2
 
 
 def own_modules(module, name):
