@@ -299,26 +299,32 @@ def _search(module, path, owner, selectors):
     return _Searched(owner, [*attrs.values()], candidates, classes)
 
 # %% ../../nbs/payload/106_patches.ipynb #25f33fb6
-# Of the kernel, of this package, and large ones in which cells set nothing
+# Of the kernel, of this package, and what belongs to a process: threads, servers, bars
 _LEFT_OUT = {'__main__','__mp_main__','fastddp','sys','threading','asyncio','signal','_thread',
     'IPython','ipykernel','ipywidgets','traitlets','zmq','tornado','jupyter_client','comm',
-    'debugpy',
-    'matplotlib_inline','pytest','_pytest','pluggy','cloudpickle','sympy','scipy','triton','cuda',
-    'beartype','mpmath','narwhals','rich','trio','torchgen','tqdm','fastprogress','starlette',
-    'httpx2','httpcore2','anyio','fasthtml','ast','pyparsing','unittest','typing','importlib',
-    '_pydev_bundle'}
-# Of torch only the modules in which people set something: all of torch has 5,000 classes
-_OF_TORCH = tuple(f'torch.{k}' for k in ('nn','optim','utils.data','_tensor','serialization',
+    'debugpy','matplotlib_inline','pytest','_pytest','pluggy','cloudpickle','sympy','triton','cuda',
+    'beartype','narwhals','rich','trio','torchgen','tqdm','fastprogress','starlette',
+    'httpx2','httpcore2','anyio','fasthtml','pyparsing','importlib','_pydev_bundle'}
+# Of torch's other modules only what a cell has made: they hold what a process has of its GPUs
+_OF_TORCH = tuple(f'torch.{k}' for k in ('nn','optim','utils.data','utils.checkpoint',
+    '_tensor','serialization','amp','cuda.amp','autograd','functional','jit','linalg',
     'distributions','hub','multiprocessing','backends'))
 
 @functools.cache
-def _is_searched(module, file):
-    "True for a public module of a library, and for one's own, whose variables go by `settings`"
+def _is_searched(module):
+    "True for a module in which a cell's functions and classes are looked for"
     package,*path = module.split('.')
-    if package in _LEFT_OUT: return False
-    if file and is_user_file(file): return True
+    if package == 'torch' and module != 'torch._tensor': return _is_public(path)
+    return package not in _LEFT_OUT
+
+@functools.cache
+def _has_settings(module):
+    "True for a module of a library whose other attributes go, too, where they differ"
+    package,*path = module.split('.')
     if package == 'torch': return not path or module.startswith(_OF_TORCH)
-    return not any(o.startswith('_') for o in path)
+    return _is_public(path)
+
+def _is_public(path): return not any(o.startswith('_') for o in path)
 
 class _Package(NamedTuple):
     "A library as the last search found it"
@@ -337,7 +343,7 @@ def _namespaces(selectors):
     # a copy: another thread, or the garbage collector, may import a module meanwhile
     for name,module in sys.modules.copy().items():
         is_module = issubclass(type(module), types.ModuleType)
-        if is_module and _is_searched(name, vars(module).get('__file__')):
+        if is_module and _is_searched(name):
             found.setdefault(name.partition('.')[0], []).append((name,module))
         elif not is_module and is_stand_in(name): objects[name] = module
     _objects.clear()
@@ -436,7 +442,8 @@ def make_marks():
     "In a fork of the helper: return the marks of all attributes and settings, as bytes"
     from fastddp.payload.pairs import read_settings, texts_of
     attributes = {key: marshal.dumps({k:_mark(v) for k,v in vars(o.owner).copy().items()})
-                  for p in _namespaces(_selectors()).values() for key,o in p.searched.items()}
+                  for p in _namespaces(_selectors()).values() for key,o in p.searched.items()
+                  if _has_settings(key[0])}
     return marshal.dumps(dict(attributes=attributes, settings=texts_of(read_settings())))
 
 # %% ../../nbs/payload/106_patches.ipynb #2b00ff6a
@@ -480,7 +487,7 @@ _differing = {}     # key of `_packages` -> (its `_Package`, the marks, `(module
 
 def _names(key, o, marks):
     "Return the names of attributes of a `_Searched` that are sent"
-    if key not in marks: return []      # the helper hasn't imported it
+    if key not in marks: return []      # the helper hasn't imported it, or it has no settings
     theirs = marshal.loads(marks[key])
     attrs = vars(o.owner).copy()
     of_cells = {name for name,v in o.candidates}
@@ -488,8 +495,8 @@ def _names(key, o, marks):
     return [k for k in changed if _is_setting(o.owner, key[0], k, attrs[k], theirs.get(k))]
 
 def changed_attributes(marks):
-    """Return a list of `(module, qualified name of a class or None, attribute, value as `_dumped`)`,
-    of what the last search found"""
+    """Return a list of `(module, qualified name of a class or None, attribute, pickle)`, of what
+    the last search found"""
     res,done = [],set()
     for package,o in _packages.items():
         last = _differing.get(package)

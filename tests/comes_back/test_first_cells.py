@@ -1,6 +1,7 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
 import codecs, collections, collections.abc, functools, io, os, ssl, subprocess, sys, types
-import fastddp, matplotlib, numpy as np, pandas as pd, pytest, sklearn, torch, torch._dynamo
+import fastddp, matplotlib, numpy as np, pandas as pd, pytest, scipy, sklearn, torch, torch._dynamo
+import sklearn.linear_model, torch.utils.checkpoint
 from fastai.callback.core import Callback
 from fastddp.all import *
 from PIL import Image, ImageFile, PngImagePlugin
@@ -40,6 +41,10 @@ def saved(o):
 
 DATA = saved({'a': 1})
 
+def of_cell(): return 'of a cell'
+of_cell.__module__ = '__main__'
+
+
 # what it is -> (its object, attribute, value, probe)
 ATTRIBUTES = {
     'a flag': (ImageFile, 'LOAD_TRUNCATED_IMAGES', True, "__import__('PIL.ImageFile').ImageFile.LOAD_TRUNCATED_IMAGES"),
@@ -57,6 +62,15 @@ ATTRIBUTES = {
                                         f"__import__('numpy').load(__import__('io').BytesIO({DATA!r}))[0]"),
     'a partial of torch': (torch, 'load', functools.partial(torch.load, weights_only=False),
                            "__import__('torch').load.keywords"),
+    'a function of a cell for one of torch.cuda': (
+        torch.cuda, 'is_bf16_supported', of_cell, "__import__('torch').cuda.is_bf16_supported()"),
+    'a method of a class in a private module': (
+        sklearn.linear_model.LinearRegression, 'predict', of_cell,
+        "__import__('sklearn.linear_model').linear_model.LinearRegression.predict()"),
+    'a partial for one of torch.utils': (
+        torch.utils.checkpoint, 'checkpoint', functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),
+        "__import__('torch').utils.checkpoint.checkpoint.keywords"),
+    'a name that scipy has lost': (scipy, 'interp', np.interp, "float(__import__('scipy').interp(.5, [0, 1], [0, 2]))"),
     'a property': (pd.DataFrame, 'n', property(lambda self: len(self)+100), "__import__('pandas').DataFrame([1]).n"),
     'another function': (ssl, '_create_default_https_context', ssl._create_unverified_context,
                          "__import__('ssl')._create_default_https_context.__name__")}
