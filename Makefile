@@ -16,7 +16,6 @@
 #   make wheel     dist/fastddp-*.whl, from this folder as it is
 #   make stubs     render fastddp/all.pyi, what editors complete
 #   make readme    render README.md from nbs/index.ipynb
-#   make troubles  render nbs/troubles.ipynb from the catalogue of errors
 #   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
 #   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether `make test` notices
@@ -45,7 +44,7 @@ missing = $(shell command -v '$(runner)' >/dev/null 2>&1 || { echo '$(runner) no
 # The environment points at this folder: a copied or moved tree is installed anew.
 moved = $(if $(filter $(CURDIR),$(shell cat $(STAMP) 2>/dev/null)),,again)
 
-.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-mutants test-ray test-kaggle docs wheel stubs readme troubles sidebar venv check again clean distclean
+.PHONY: browser demo picture gpu size test test-changed test-all test-v1 test-oldest test-full test-pythons test-next test-libraries test-faults test-mutants test-ray test-kaggle docs wheel stubs readme sidebar venv check again clean distclean
 .NOTPARALLEL:
 
 demo: venv
@@ -194,9 +193,6 @@ wheel:
 
 stubs: venv
 	@$(PY) tools/stubs.py
-
-troubles: venv
-	@$(PY) tools/troubles.py
 
 picture: demo browser
 	@$(PY) tools/picture.py

@@ -53,12 +53,12 @@ def function(name, f, comments, sig=None):
 def learner():
     from fastai.learner import Learner
     import fastddp.all
-    from fastddp.fastai2.learner import OPTIONS
+    options = comments_of(Learner.distrib_ctx)
     names = [k for k in vars(Learner) if k.startswith('distrib') and k != 'distrib_session']
     for k in sorted(names, key=lambda k: (k != 'distrib_ctx', not k.startswith('distrib_fi'), k)):
         f = getattr(Learner, k)
         if isinstance(f, property): yield f'## {k}\n\n`learn.{k}`\n\n{inspect.cleandoc(f.fget.__doc__)}.'
-        else: yield function(f'learn.{k}', f, comments_of(f) or OPTIONS.comments)
+        else: yield function(f'learn.{k}', f, comments_of(f) or options)
 
 
 def named(module, names):
@@ -95,7 +95,7 @@ def pages():
     heads = ['A learner\'s methods\n\nOn fastai\'s `Learner` after `from fastddp.all import *`.',
              'Functions on N processes\n\n`from fastddp.ranch import *`, or from `fastddp.all`.',
              'Launchers\n\nThe values of `launcher=`: they start the processes that run a job.',
-             'Errors\n\nFrom `fastddp.all`; [their messages, and what to do](../../nbs/troubles.ipynb).',
+             'Errors\n\nFrom `fastddp.all`; [what to do](../../nbs/troubles.ipynb).',
              'Magics\n\n`%load_ext fastddp`; see [Cells on all GPUs](../../nbs/tutorials/dip.ipynb).']
     parts = [learner(), named('fastddp.ranch', ['ranch', 'in_torchddp', 'TorchDDPCtx', 'spawn', 'global_imports',
                                                 'import_star']),

@@ -29,9 +29,8 @@ from .scoped import ipython_shell
 # If an exception has a method `_render_traceback_`, IPython shows the lines that it returns.
 #
 class Trouble(NamedTuple):
-    """An entry of the catalogue: a kind of error and its remedy. `tools/troubles.py` has its cause
-    and an example, for the page of all errors"""
-    name:str       # Its title on that page
+    "An entry of the catalogue: a kind of error and its remedy"
+    name:str       # For tests
     # A regular expression, searched in 'type: message' of an exception; or, of a process that died
     # or hangs, in a signal's name, 'exit', 'lost' or 'GroupTimeout', and ': '
     pattern:str
