@@ -2656,6 +2656,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastddp.payload.patches._register_single': ( 'payload/patches.html#_register_single',
                                                                                        'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._search': ('payload/patches.html#_search', 'fastddp/payload/patches.py'),
+                                         'fastddp.payload.patches._search_again': ( 'payload/patches.html#_search_again',
+                                                                                    'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._search_own': ( 'payload/patches.html#_search_own',
                                                                                   'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._select_from_plum': ( 'payload/patches.html#_select_from_plum',

@@ -304,7 +304,8 @@ _LEFT_OUT = {'__main__','__mp_main__','fastddp','sys','threading','asyncio','sig
     'IPython','ipykernel','ipywidgets','traitlets','zmq','tornado','jupyter_client','comm',
     'debugpy','matplotlib_inline','pytest','_pytest','pluggy','cloudpickle','sympy','triton','cuda',
     'beartype','narwhals','rich','trio','torchgen','tqdm','fastprogress','starlette',
-    'httpx2','httpcore2','anyio','fasthtml','pyparsing','importlib','_pydev_bundle'}
+    'httpx2','httpcore2','anyio','fasthtml','pyparsing','importlib','_pydev_bundle',
+    'torch.utils.hooks'}    # which counts in a class attribute
 # Of torch's other modules only what a cell has made: they hold what a process has of its GPUs
 _OF_TORCH = tuple(f'torch.{k}' for k in ('nn','optim','utils.data','utils.checkpoint',
     '_tensor','serialization','amp','cuda.amp','autograd','functional','jit','linalg',
@@ -314,8 +315,8 @@ _OF_TORCH = tuple(f'torch.{k}' for k in ('nn','optim','utils.data','utils.checkp
 def _is_searched(module):
     "True for a module in which a cell's functions and classes are looked for"
     package,*path = module.split('.')
-    if package == 'torch' and module != 'torch._tensor': return _is_public(path)
-    return package not in _LEFT_OUT
+    if not _LEFT_OUT.isdisjoint([package,module]): return False
+    return package != 'torch' or module == 'torch._tensor' or _is_public(path)
 
 @functools.cache
 def _has_settings(module):
@@ -359,14 +360,23 @@ def _namespaces(selectors):
             if module in ours:
                 now.update(_search_own(name, module))
                 continue
-            now[name,None] = _search(name, None, module, selectors)
+            now[name,None] = _search_again(last, name, None, module, selectors)
             for path,cls in now[name,None].classes:
-                now[name,path] = _search(name, path, cls, selectors)
+                now[name,path] = _search_again(last, name, path, cls, selectors)
         views = [vars(o.owner).values() for o in now.values()]
         values = [*chain.from_iterable(o.values for o in now.values())]
         candidates = [(*key, *pair) for key,o in now.items() for pair in o.candidates]
         _packages[package] = _Package(modules, now, candidates, views, values, ours)
     return _packages
+
+def _search_again(last, # The `_Package`, or None
+    *where, # As of `_search`
+):
+    "As `_search`, which looks at what has changed since the last one"
+    module,path,owner,_ = where
+    found = last and last.searched.get((module,path))
+    is_same = found and found.owner is owner and _has_same([vars(owner).values()], found.values)
+    return found if is_same else _search(*where)
 
 def _search_own(name, module):
     "Return `{key: _Searched}` of a module of one's own: what its import doesn't make"
@@ -483,7 +493,7 @@ def _dumped(v):
     with suppress(Exception): return _packed(v)
 
 # %% ../../nbs/payload/106_patches.ipynb #2b072468
-_differing = {}     # key of `_packages` -> (its `_Package`, the marks, `(module, path, attribute)`)
+_differing = {}     # key of a `_Searched` -> (that, the marks, names of attributes)
 
 def _names(key, o, marks):
     "Return the names of attributes of a `_Searched` that are sent"
@@ -498,17 +508,15 @@ def changed_attributes(marks):
     """Return a list of `(module, qualified name of a class or None, attribute, pickle)`, of what
     the last search found"""
     res,done = [],set()
-    for package,o in _packages.items():
-        last = _differing.get(package)
+    for key,o in chain.from_iterable(p.searched.items() for p in _packages.values()):
+        last = _differing.get(key)
         if not last or last[0] is not o or last[1] is not marks:
-            names = [(*key, k) for key,s in o.searched.items() for k in _names(key, s, marks)]
-            last = _differing[package] = o,marks,names
-        for module,path,name in last[2]:
-            owner = o.searched[module,path].owner
-            if (id(owner),name) in done: continue       # a module may have two names
-            done.add((id(owner),name))
-            data = _dumped(vars(owner).get(name))
-            if data: res.append((module, path, name, data))
+            last = _differing[key] = o,marks,_names(key, o, marks)
+        for name in last[2]:
+            if (id(o.owner),name) in done: continue     # a module may have two names
+            done.add((id(o.owner),name))
+            data = _dumped(vars(o.owner).get(name))
+            if data: res.append((*key, name, data))
     return res
 
 _undo_attributes = []       # as `_undo`, for `set_attributes`
