@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/base/010_board.ipynb #9cf8c4e5
-import math, mmap, multiprocessing, os, struct, tempfile, time, weakref, zlib
+import math, mmap, os, struct, tempfile, time, weakref, zlib
 from contextlib import ExitStack, suppress
 
 import torch
@@ -153,6 +153,9 @@ class Board:
         for r in elsewhere: self._write_row(r, rows[r].tolist())
 
 # %% ../../nbs/base/010_board.ipynb #1ba407bf
+# Where the page's file is created; None: the temporary folder. A worker sets this variable of the
+# module to the workers' folder, which is removed even if the worker is killed
+page_folder = None
 _boards = weakref.WeakKeyDictionary()       # process group -> its `Board` in this process
 
 def group_board():
@@ -188,9 +191,7 @@ def _shared_page(
     with ExitStack() as remove_file:
         if group.rank() == on_host[0]:
             with suppress(OSError):      # there is no room for the file
-                # a worker's folder is removed even if the worker is killed
-                folder = multiprocessing.current_process()._config.get('tempdir')
-                file = tempfile.NamedTemporaryFile(prefix='fastddp-board-', dir=folder)
+                file = tempfile.NamedTemporaryFile(prefix='fastddp-board-', dir=page_folder)
                 remove_file.enter_context(file)
                 Page.create(file.name, _RECORD, 2*n)
                 path = file.name

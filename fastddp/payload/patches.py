@@ -369,14 +369,14 @@ def _namespaces(selectors):
         _packages[package] = _Package(modules, now, candidates, views, values, ours)
     return _packages
 
-def _search_again(last, # The `_Package`, or None
-    *where, # As of `_search`
+def _search_again(
+    last, # The `_Package`, or None
+    module, path, owner, selectors
 ):
     "As `_search`, which looks at what has changed since the last one"
-    module,path,owner,_ = where
     found = last and last.searched.get((module,path))
     is_same = found and found.owner is owner and _has_same([vars(owner).values()], found.values)
-    return found if is_same else _search(*where)
+    return found if is_same else _search(module, path, owner, selectors)
 
 def _search_own(name, module):
     "Return `{key: _Searched}` of a module of one's own: what its import doesn't make"

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import cloudpickle
 from fastcore.basics import noop
 
+from ..base import board
 from ..base.device import reset_device_count
 from ..base.errors import CantDistribute
 from ..base.failure import end_fork, failure_of
@@ -308,10 +309,10 @@ def worker_main(
     _redirect_output(log)
     process = multiprocessing.current_process()
     folder = os.path.dirname(log)
-    # `tempdir` is where multiprocessing puts sockets, such as those of a DataLoader's processes,
-    # and `base.board` its page
+    # `tempdir` is where multiprocessing puts sockets, such as those of a DataLoader's processes.
     process.name = f'fastddp-{rank}'
     process._config['tempdir'] = folder
+    board.page_folder = folder
     channel = Channel(sock, rank, parent_pid, folder)
     reset_device_count()
     _fork_by_default()
