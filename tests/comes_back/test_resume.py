@@ -283,11 +283,12 @@ def test_a_metric_that_failed_is_exchanged(mended):
 class Above(Metric):
     "Its threshold is an attribute"
     name = 'above'
-    def __init__(self, threshold): self.threshold, self.value = threshold, None
+    def __init__(self, threshold): self.threshold = threshold
     def reset(self): pass
     def accumulate(self, learn):
         if self.threshold is None: raise RuntimeError('no threshold')
-        self.value = float(self.threshold)
+    @property
+    def value(self): return self.threshold
 
 
 def test_another_metric_of_the_same_class():
