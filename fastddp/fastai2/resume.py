@@ -184,7 +184,8 @@ class ResumeFit(OurCallback):
         self.resumed_cbs = cbs
         self.first_epoch = first_epoch
         self.saved_train_iter = getattr(learn, 'train_iter', 0)
-        self.scaler = getattr(learn, 'scaler', None)    # with the loss scale of `MixedPrecision`
+        scaler = getattr(learn, 'scaler', None)
+        self.loss_scale = scaler.state_dict() if scaler else {}     # of `MixedPrecision`
         # what callbacks hold now; `before_fit` empties lists in place
         parts = [o for o in named_parts(learn).values() if not any(o is cb for cb in cbs)]
         self.kept = Kept([*cbs], left_out, [*parts, learn.opt])
@@ -200,7 +201,8 @@ class ResumeFit(OurCallback):
         self.kept.undo(only_held=True)
         self.kept = None
         learn.train_iter = self.saved_train_iter
-        if self.scaler is not None: learn.scaler = self.scaler
+        # one of another precision ignores it; there is none without that callback
+        if self.loss_scale and learn.scaler: learn.scaler.load_state_dict(self.loss_scale)
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:
             if bar := vars(cb).get('mbar'): bar.update(0)

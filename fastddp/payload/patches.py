@@ -428,6 +428,8 @@ def collect_patches():
     return res
 
 # %% ../../nbs/payload/106_patches.ipynb #1c56c1cb
+# Numbers that a library may have noted; marks are made in a fork of the process that did
+_OF_PROCESS = os.getpid(), os.getppid(), threading.main_thread().ident
 _VALUES = int,float,complex,str,bytes,type(None),enum.Enum,pathlib.PurePath
 _NAMED = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, *INNER_FUNCTIONS}
 
@@ -440,7 +442,8 @@ def _ordered(v):
 def _mark(v):
     "Return a number for a value, the same in another process; it is even for functions and classes"
     t = type(v)
-    if issubclass(t, _VALUES): text = _ordered(repr(v))
+    if t is int and v in _OF_PROCESS: text = 'of this process'
+    elif issubclass(t, _VALUES): text = _ordered(repr(v))
     elif t in INNER_FUNCTIONS: text = repr([_mark(getattr(v, k)) for k in INNER_FUNCTIONS[t]])
     elif t is tuple: text = repr(_ordered([*map(_mark, v)]))
     else:
@@ -459,7 +462,6 @@ def make_marks():
 # %% ../../nbs/payload/106_patches.ipynb #2b00ff6a
 # These say where a process runs
 FLAGS = {'IN_NOTEBOOK','IN_JUPYTER','IN_IPYTHON','IN_COLAB'}
-_OF_PROCESS = os.getpid(), threading.main_thread().ident
 
 def _package(v):
     "The package of a function or class, or of the type of another object"
@@ -477,8 +479,7 @@ def _is_setting(owner, module, name, v, mark # In the helper, or None
         # a module that imports its parts when they are asked for sets them itself
         is_lazy = '__getattr__' in vars(owner) and _package(v) == module.partition('.')[0]
         return not is_private and not (is_lazy and getattr(v, '__name__', '') == name)
-    if is_private: return _has_setter(owner, name)
-    return type(v) is not int or v not in _OF_PROCESS
+    return not is_private or _has_setter(owner, name)
 
 def _has_setter(owner, name):
     "True if there is a public function such as `set_x` that names this attribute"

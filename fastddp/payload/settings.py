@@ -31,15 +31,17 @@ from .reducers import reduces
 _LEFT_OUT = {*sys.stdlib_module_names,'torch','numpy','pandas','fastddp','cloudpickle','IPython',
              'fastprogress','tqdm','__main__','__mp_main__'}
 
-def is_plain(v, inside=()): # Ids of the containers that hold it
+def is_plain(v, seen=None): # Ids of containers that were looked at: one may hold itself
     "Return True for a number, text, path, array and the like, and for a container of these"
     if is_value(v): return True
     if type(v) in (torch.Tensor,np.ndarray):
         return v.dtype != object and str(getattr(v, 'device', 'cpu')) == 'cpu'
     if type(v) not in (list,tuple,dict,set,frozenset): return False
-    if id(v) in inside: return False
+    seen = set() if seen is None else seen
+    if id(v) in seen: return True
+    seen.add(id(v))
     items = [*v, *v.values()] if type(v) is dict else v
-    return all(is_plain(o, (*inside,id(v))) for o in items)
+    return all(is_plain(o, seen) for o in items)
 
 _NOT_DATA = (types.ModuleType, type, property, staticmethod, classmethod,
              types.MemberDescriptorType, types.GetSetDescriptorType)

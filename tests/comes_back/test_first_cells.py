@@ -49,6 +49,7 @@ of_cell.__module__ = '__main__'
 ATTRIBUTES = {
     'a flag': (ImageFile, 'LOAD_TRUNCATED_IMAGES', True, "__import__('PIL.ImageFile').ImageFile.LOAD_TRUNCATED_IMAGES"),
     'a number as large as a time': (ImageFile, 'MAXBLOCK', 10**10, "__import__('PIL.ImageFile').ImageFile.MAXBLOCK"),
+    'a number like that of the process': (ImageFile, 'SIZE', os.getpid(), "__import__('PIL.ImageFile').ImageFile.SIZE"),
     'a long text': (Image, 'NOTICE', 'x'*100_000, "len(__import__('PIL.Image').Image.NOTICE)"),
     'an array': (Image, 'TABLE', np.arange(300_000), "int(__import__('PIL.Image').Image.TABLE.sum())"),
     'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None,
