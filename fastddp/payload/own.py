@@ -76,17 +76,20 @@ def _find_code(module):
     # one that keeps no code, such as pytest's, which rewrites assertions: the file is imported
     is_rewritten = spec and not hasattr(loader, 'get_code') and str(spec.origin).endswith('.py')
     if is_rewritten or isinstance(loader, ExtensionFileLoader): return b'',{},set()
-    # what the import has left behind, and what an import would run now
+    # what an import has left behind, and what an import would run now
     ways = (lambda: marshal.loads(Path(spec.cached).read_bytes()[16:]),
             lambda: spec.loader.get_code(spec.name))
+    found = []
     for find in ways:
         with suppress(Exception):
             code = find()
             names,plain = {},set()
             _collect(code, '', names, plain)
             if code.co_filename == module.__file__ and _fits(module, names):
-                return marshal.dumps(code),names,plain
-    return None,{},set()
+                found.append((code, names, plain))
+    # if they differ, then in what no function shows, such as a constant: which one has run?
+    is_known = found and all(code == found[0][0] for code,*_ in found)
+    return (marshal.dumps(found[0][0]), *found[0][1:]) if is_known else (None, {}, set())
 
 def _collect(code, above, names, plain):
     "Add the code objects inside of `code` to `names` and `plain`"

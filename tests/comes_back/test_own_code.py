@@ -1,6 +1,6 @@
 """Workers run what the notebook has in memory of the modules beside it: what a cell has replaced, what was edited or
 deleted since, what never had a file."""
-import importlib, itertools, os, shutil, sys, types, zipfile
+import importlib, itertools, os, py_compile, shutil, sys, types, zipfile
 import pytest
 from parity import assert_same, fit_both, learner, warm
 from fastddp.launch.engine import Job
@@ -77,7 +77,8 @@ CELLS = dict(
     reloaded='import importlib, pathlib\npathlib.Path(m.__file__).write_text("act = abs\\n"+pathlib.Path(m.__file__)'
              '.read_text().replace("return 2*x", "return 43*x"))\nimportlib.invalidate_caches()\nimportlib.reload(m)')
 # What becomes of its file, or of the way to it
-DISK = dict(edited=lambda f: f.write_text(TEXT.replace('2*x', '6*x')), broken=lambda f: f.write_text('def act(:'),
+DISK = dict(edited=lambda f: f.write_text(TEXT.replace('2*x', '6*x')),
+            constant=lambda f: f.write_text(TEXT.replace('limit, seen = 3', 'limit, seen = 8')), broken=lambda f: f.write_text('def act(:'),
             deleted=lambda f: f.unlink(),
             without_cache=lambda f: (f.unlink(), shutil.rmtree(f.parent/'__pycache__', True)),
             elsewhere=lambda f: (os.chdir('/'), sys.path.remove(str(f.parent))))
@@ -133,6 +134,21 @@ def test_what_becomes_of_its_file(m, two, tmp_path, change):
     change(tmp_path/f'{m.__name__}.py')
     words = ALL if change is not DISK['without_cache'] else 'm.act(1), m.uses(1), m.Net().size(), m.Sub().area'
     assert there(two, m.__name__, words) == [here(m, words)]*2
+
+
+def test_compiled_code_that_is_older_than_the_import(two, tmp_path, monkeypatch):
+    "As in containers, which set PYTHONDONTWRITEBYTECODE: what differs is no function's code"
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setattr(sys, 'dont_write_bytecode', True)
+    used, user = (tmp_path/f'{next(names)}.py' for _ in range(2))
+    used.write_text('rates = [1]')
+    py_compile.compile(str(used))
+    used.write_text('rates = [1000]')
+    user.write_text(f'from {used.stem} import rates\nassert rates[0] == 1000\ndef act(x): return rates[0]*x')
+    m = importlib.import_module(user.stem)
+    try: assert there(two, user.stem, 'm.act(1), m.rates') == [(1000, [1000])]*2
+    finally:
+        for o in used, user: del sys.modules[o.stem]
 
 
 def test_a_change_is_undone_in_workers_that_stay(m, two):
