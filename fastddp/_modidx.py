@@ -1365,6 +1365,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                  'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.how_to_average': ( 'fastai2/step.html#how_to_average',
                                                                                'fastddp/fastai2/step.py'),
+                                      'fastddp.fastai2.step.runs_fastais': ('fastai2/step.html#runs_fastais', 'fastddp/fastai2/step.py'),
                                       'fastddp.fastai2.step.trained_beside': ( 'fastai2/step.html#trained_beside',
                                                                                'fastddp/fastai2/step.py')},
             'fastddp.fastai2.together': { 'fastddp.fastai2.together.Ballot': ( 'fastai2/together.html#ballot',

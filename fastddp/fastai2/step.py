@@ -39,6 +39,12 @@ def how_to_average(result, lacks_items, uses_ddp):
     if result.sum('new') or result.sum('flat'): return FLAT
     return OVERLAPPED
 
+_OF_BATCH = 'one_batch','_do_one_batch','_do_grad_opt','_backward','_step'
+def runs_fastais(learn):
+    "Return True if the code that runs a batch of `learn` is fastai's"
+    modules = [getattr(getattr(learn, k), '__module__', None) or '' for k in _OF_BATCH]
+    return all(o.split('.')[0] == 'fastai' for o in modules)
+
 def trained_beside(learn):
     "Return the trained parameters of `learn` that aren't the model's, as a list"
     groups = learn.opt.param_lists if learn.opt else ()     # a user's `fit` may have no optimizer
@@ -249,7 +255,9 @@ class StepSync(OurCallback):
         """Return how the batch averages gradients, on all ranks alike. A collective operation once
         in a fit, if DDP can't follow some rank: it isn't used from then on"""
         acc = self.batch.accumulation
-        lacks_items = acc is not None and self.batch.n_counted+global_items(self.learn) < acc.n_acc
+        # code of the user's may use the gradients of any batch
+        is_unwatched = acc is not None and not self.together.voting and runs_fastais(self.learn)
+        lacks_items = is_unwatched and self.batch.n_counted+global_items(self.learn) < acc.n_acc
         how = how_to_average(result, lacks_items, self.uses_ddp())
         if not result.sum('flat'): return how
         why = next(filter(None, group.all_gather_object(self.overlapped.why_flat)))
