@@ -34,9 +34,9 @@ def pytest_configure(config):
 
 
 # Those that take longest begin first: at the end no file goes on alone.
-LONGEST = '''notebooks around browser leaves_nothing magics cells scripts demo gpu_check comes_back
+LONGEST = '''notebooks cases around browser leaves_nothing magics cells scripts demo gpu_check comes_back
 callbacks ranch
-wheel data shapes lock_step decisions as_written caller any_loss next_helper odd_processes hangs'''.split()
+wheel data shapes lock_step decisions caller next_helper odd_processes hangs'''.split()
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -48,11 +48,13 @@ def pytest_collection_modifyitems(items):
 
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config, log):
-    "The tests of a file run one after the other; those on simulated GPUs are one file, with one process"
+    """The tests of a file run one after the other; those on simulated GPUs are one file, with one process. The table of
+    cases is two files: each number of workers has its own"""
     from xdist.scheduler import LoadFileScheduling
     class Scheduling(LoadFileScheduling):
         def _split_scope(self, nodeid):
             file = super()._split_scope(nodeid)
+            if 'test_cases.py' in file: return nodeid.partition('-')[0]
             return 'simulated_gpu' if 'simulated_gpu/' in file else file
     return Scheduling(config, log)
 

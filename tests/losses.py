@@ -125,7 +125,7 @@ EXACT = dict(                   # name -> (loss, arguments of `learner`, how it 
     supcon=(lambda: supcon, {}, 'gather'),
     batch_dice=(BatchDice, seg, 'gather'),
     variance=(lambda: variance, reg, 'gather'),
-    two_heads=(lambda: two_heads, dict(model=TwoHeads), 'gather'),
+    two_outputs=(lambda: two_heads, dict(model=TwoHeads), 'gather'),
     a_dict=(lambda: from_dict, dict(model=Sequences), 'gather'),
     smoothing_and_weights=(lambda: LabelSmoothingCrossEntropy(weight=torch.tensor([1., 3., .2])), {}, 'gather'),
 )

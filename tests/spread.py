@@ -49,9 +49,9 @@ def left_out(items, name, choose):
 ONE_IN = {2: '''launch/test_background launch/test_caller launch/test_ranch apps/test_callbacks faults/test_hangs
     faults/test_bad_minute payload/test_shapes same_answer/test_as_reported same_answer/test_on_device
     same_answer/test_step test_inference comes_back/test_settings comes_back/test_variables''',
-    3: '''same_answer/test_any_loss same_answer/test_as_written same_answer/test_check same_answer/test_decisions
+    3: '''same_answer/test_losses same_answer/test_check same_answer/test_decisions
     same_answer/test_drift same_answer/test_inside_a_fit same_answer/test_lock_step same_answer/test_metrics
-    same_answer/test_parity same_answer/test_three_kinds same_answer/test_trials same_answer/test_whole_fits
+    same_answer/test_parity same_answer/test_whole_fits
     comes_back/test_comes_back comes_back/test_objects comes_back/test_resume
     simulated_gpu/test_fits simulated_gpu/test_state simulated_gpu/test_findings simulated_gpu/test_around'''}
 

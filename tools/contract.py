@@ -16,12 +16,13 @@ test first, and then in the code.
 def held():
     "`[(section, what is held, file below tests, name of the test)]`"
     res = []
-    for path in sorted((root/'tests').glob('**/test_*.py')):
+    for path in sorted((root/'tests').glob('**/test_*.py')) + sorted((root/'tests/cases').glob('*.py')):
         text = path.read_text(encoding='utf-8')
-        for f in ast.parse(text).body if '.holds(' in text else ():
-            marks = [o for o in getattr(f, 'decorator_list', ()) if ast.unparse(o).startswith('pytest.mark.holds(')]
+        for o in ast.parse(text).body if 'holds(' in text else ():
+            calls = [*getattr(o, 'decorator_list', ()), *([o.value] if isinstance(o, ast.Expr) else [])]
+            found = [c for c in calls if ast.unparse(c).startswith(('pytest.mark.holds(', 'holds('))]
             where = path.relative_to(root/'tests').as_posix()
-            res += [(*map(ast.literal_eval, o.args), where, f.name) for o in marks]
+            res += [(*map(ast.literal_eval, c.args), where, getattr(o, 'name', 'the table of cases')) for c in found]
     return res
 
 

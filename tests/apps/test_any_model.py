@@ -102,39 +102,6 @@ class TakeLogits(Callback):
 def test_model_output(): as_one(lambda: learner(HF, cbs=TakeLogits()))
 
 
-class Tied(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.head = nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 2)
-        self.b.weight = self.a.weight
-    def forward(self, x): return self.head(self.b(self.a(x).relu()))
-
-
-def test_tied_weights():
-    learn = as_one(lambda: learner(Tied))
-    assert learn.model.a.weight is learn.model.b.weight
-
-
-class Counting(nn.Module):
-    "Buffers that training changes, of which one is no number"
-    def __init__(self):
-        super().__init__()
-        self.head = nn.Linear(8, 2)
-        self.register_buffer('steps', torch.zeros((), dtype=torch.long))
-        self.register_buffer('scale', torch.ones(8))
-        self.register_buffer('passing', torch.zeros(1), persistent=False)
-    def forward(self, x):
-        if self.training:
-            self.steps += 1
-            self.passing += 1
-        return self.head(x*self.scale)
-
-
-def test_buffers():
-    learn = as_one(lambda: learner(Counting))
-    assert learn.model.steps == learn.model.passing == len(learn.recorder.losses) == 14
-
-
 class Resets(nn.Module):
     "Hidden state from batch to batch, of the batch's size, and a `reset` that forgets it"
     def __init__(self):
@@ -158,33 +125,6 @@ def test_reset():
     here.fit(2)
     assert len(there.recorder.values) == 2
     assert there.model.resets == here.model.resets == here.model.own == there.model.own > 2
-
-
-class Note:
-    "A hook that counts, and makes three times of what it saw"
-    def __init__(self): self.n = 0
-    def __call__(self, module, inputs, out):
-        self.n += 1
-        return out*3
-
-
-def net(): return nn.Sequential(nn.Linear(8, 4), nn.ReLU(), nn.Linear(4, 2))
-
-
-def hooked():
-    learn = learner(net)
-    learn.model[0].register_forward_hook(Note())
-    return learn
-
-
-def test_hooks():
-    "Registered in the notebook, they fire in the workers, and stay registered here"
-    learn, without = as_one(hooked), as_one(lambda: learner(net))
-    assert not torch.allclose(learn.model[0].weight, without.model[0].weight, atol=1e-4)
-    [note] = learn.model[0]._forward_hooks.values()
-    seen = note.n
-    learn.model(torch.randn(2, 8))
-    assert note.n == seen+1
 
 
 class Pair(fastuple): "Two things seen together"

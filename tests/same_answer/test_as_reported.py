@@ -1,16 +1,16 @@
-"""What people reported of several GPUs: orders from generators of one's own, streams that shard themselves, metrics
-that reduce themselves, recorders of libraries, detection."""
+"""What people reported of several GPUs: orders from generators of one's own, streams that shard themselves,
+recorders of libraries."""
 import os, random, time
 import numpy as np, pytest, torch, torch.distributed as dist
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Metric, Recorder
+from fastai.learner import Recorder
 from torch.utils.data import DataLoader as TorchLoader, IterableDataset, Sampler, get_worker_info
 from fastddp.base import group
 from fastddp.base.errors import RankRaised
-from as_written import boxes, collate
-from parity import Collect, assert_same, fit_both, items, largest, learner, mlp, seed, values, warm
+from cases.data import Reduces
+from parity import Collect, items, learner, values, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -125,35 +125,6 @@ def test_a_generator_of_a_data_set_differs_between_ranks(two):
     assert len(drawn) == len({*drawn}) == 32
 
 
-# Metrics
-
-class Reduces(Metric):
-    "Counts, and adds up over the process group by itself, if there is one, as torchmetrics does"
-    def reset(self): self.n = torch.zeros(())
-    def accumulate(self, learn): self.n += len(learn.y)
-    @property
-    def value(self):
-        n = self.n.clone()
-        if dist.is_initialized(): dist.all_reduce(n)
-        return n
-
-
-class MergesAndReduces(Reduces):
-    def merge(self, states): self.n = sum(s['n'] for s in states)
-
-
-@pytest.mark.holds('Losses', "A metric of a library that reduces its value over the process group by itself counts "
-                   "each item once; a Recorder of a library's own")
-@pytest.mark.parametrize('metric,train_metrics', [(Reduces, False), (MergesAndReduces, False),
-                                                  (MergesAndReduces, True)])
-def test_a_metric_that_reduces_itself_counts_each_item_once(two, metric, train_metrics):
-    learn = learner(train=22, valid=21, metrics=metric())
-    learn.recorder.train_metrics = train_metrics
-    learn, one = fit_both(learn, 2, two, 2)
-    assert [row[-1] for row in values(learn)] == [21.]*2
-    assert largest(*(sum(values(o), []) for o in (learn, one))) < 1e-5
-
-
 class PlainRecorder(Recorder):
     "Of a library: keeps its metrics under names of its own"
     def before_fit(self):
@@ -180,25 +151,3 @@ def test_a_recorder_of_a_librarys_own(two):
     learn.distrib_fit(1, nprocs=2, launcher=two)
     row = values(learn)[-1]
     assert row[-1] == 21. and row[1] == pytest.approx(float(learn.validate()[0]), abs=1e-6)
-
-
-class Counts(Metric):
-    "Of predictions and lists of targets"
-    def reset(self): self.boxes = self.items = 0
-    def accumulate(self, learn):
-        self.items += len(learn.yb[0])
-        self.boxes += sum(len(o['boxes']) for o in learn.yb[0])
-    @property
-    def value(self): return self.items*1000+self.boxes
-
-
-def detect(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).mean() for i, t in enumerate(ys))/len(ys)
-
-
-def test_lists_of_targets_in_a_metric(two):
-    learn = learner(valid=21, data=boxes, loss_func=detect, metrics=Counts())
-    learn.dls = DataLoaders(*(DataLoader(dl.dataset, bs=4, shuffle=i == 0, num_workers=0, create_batch=collate)
-                              for i, dl in enumerate(learn.dls.loaders)))
-    learn, one = fit_both(learn, 2, two, 1)
-    assert_same(learn, one, 2e-5, 2e-6)
-    assert values(learn)[0][-1] == 21000+sum(1+i % 3 for i in range(21))

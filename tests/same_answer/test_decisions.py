@@ -9,9 +9,10 @@ from fastai.callback.core import (
 from fastai.callback.tracker import EarlyStoppingCallback, ReduceLROnPlateau, SaveModelCallback, TerminateOnNaNCallback
 from fastai.callback.training import GradientAccumulation, ShortEpochCallback
 from fastai.metrics import accuracy
-from fastai.optimizer import SGD, Adam
+from fastai.optimizer import Adam
 from torch import nn
 from fastddp.base import group
+from fastddp.launch.engine import InProcess
 from parity import (
     Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, values, warm)
 
@@ -256,48 +257,18 @@ def test_the_best_model_is_saved_once_and_loaded_on_all_ranks(ranks, tmp_path, w
     assert float(learn.validate()[0]) == pytest.approx(best, rel=1e-4)
 
 
-class Branch(nn.Module):
-    "Has a layer that is never used, and one that is used in some steps, or on one rank only"
-    def __init__(self, when):
-        super().__init__()
-        self.a, self.never, self.b = (nn.Linear(4, 3) for _ in range(3))
-        self.when = when
-        self.k = 0      # training steps so far
-    def forward(self, x):
-        out = self.a(x)
-        if self.training: self.k += 1
-        if self.when == 'all': return out + self.b(x)
-        if self.when == 'sometimes' and self.k % 3 or not self.training: return out
-        if self.when == 'late' and self.k < 4: return out + self.b(x)
-        if self.when == 'data': return out + torch.cat([self.b(o[None]) if o[0] > 1 else out[:1]*0 for o in x])
-        return out + self.b(x) if self.when == 'sometimes' else out
-
-
-@pytest.mark.holds('Weights', "Parameters that get no gradient: never, in some steps, or on one rank only; they are "
-                   "named once")
-@pytest.mark.spread
-@pytest.mark.parametrize('when', ['never', 'all', 'sometimes', 'late', 'data'])
-@pytest.mark.parametrize('opt_func', [SGD, Adam])
-def test_parameters_without_gradient(ranks, when, opt_func, capfd):
-    "Weight decay and momentum leave alone what never had a gradient, as in one process; what it was is said once"
-    n, launcher = ranks
-    end = AtEnd()
-    seed()
-    learn = learner(model=Branch(when), opt_func=opt_func, wd=.3)
-    before = learn.model.never.weight.detach().clone()
-    learn, one = fit_both(learn, n, launcher, 2, cbs=[end])
-    assert_same(learn, one)
-    assert_ranks_alike(end.ranks)
-    assert torch.equal(learn.model.never.weight, before)
-    assert capfd.readouterr().out.count('No gradient for') == 1
-
-
 class IdleLoss(nn.Module):
     "Has two parameters that it doesn't use"
     def __init__(self):
         super().__init__()
         self.a, self.b = nn.Parameter(torch.ones(2)), nn.Parameter(torch.ones(3))
     def forward(self, pred, y): return nn.functional.cross_entropy(pred, y)
+
+
+def test_one_rank_alone_may_load(tmp_path):
+    learn = learner(path=tmp_path, cbs=SaveModelCallback())
+    learn.distrib_fit(2, launcher=InProcess())
+    assert (tmp_path/'models'/'model.pth').exists()
 
 
 @pytest.mark.holds('Decisions', "Parameters beside the model that get no gradient are named once, with their number")
@@ -307,47 +278,6 @@ def test_parameters_beside_the_model_without_gradient(capfd):
     learn = learner(loss_func=loss, splitter=lambda m: [[*m.parameters(), loss.a, loss.b]])
     learn.distrib_fit(1, nprocs=2)
     assert "No gradient for 2 parameters that the optimizer has beside the model's in a step" in capfd.readouterr().out
-
-
-def layers(m): return [list(m[0].parameters()), list(m[2].parameters())]
-
-
-class Thaw(Callback):
-    "Unfreezes, and freezes again, in the middle of a fit"
-    def before_epoch(self):
-        if self.epoch == 1: self.learn.unfreeze()
-        if self.epoch == 3: self.learn.freeze()
-    def before_batch(self):
-        if self.epoch == 2 and self.training: self.learn.freeze_to(self.iter % 2 - 1)
-
-
-@pytest.mark.holds('Weights', "Freezing and unfreezing by callbacks during a fit")
-@pytest.mark.spread
-@pytest.mark.parametrize('opt_func', [SGD, Adam])
-def test_freezing_during_a_fit(ranks, opt_func):
-    n, launcher = ranks
-    end, learn = AtEnd(), learner(opt_func=opt_func, splitter=layers, wd=.1)
-    learn.freeze()
-    learn, one = fit_both(learn, n, launcher, 4, cbs=[end, Thaw()])
-    assert_same(learn, one)
-    assert_ranks_alike(end.ranks)
-    assert [p.requires_grad for p in learn.model.parameters()] == [p.requires_grad for p in one.model.parameters()]
-
-
-class NewHead(Callback):
-    "In the second epoch, a new last layer of the same shape"
-    def before_epoch(self):
-        if self.epoch != 1: return
-        self.learn.model[2] = nn.Linear(8, 3)
-        for p in self.learn.model[2].parameters(): nn.init.constant_(p, .1)
-        self.learn.create_opt()
-
-
-@pytest.mark.holds('Weights', "A layer that a callback replaces during a fit")
-def test_a_new_layer_in_the_middle_of_a_fit(ranks):
-    "DDP is made anew for its parameters, though they are as many as before"
-    n, launcher = ranks
-    assert_same(*fit_both(learner(), n, launcher, 3, cbs=[NewHead()]))
 
 
 SHADOWING = """

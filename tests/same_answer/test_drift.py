@@ -1,14 +1,10 @@
 """Ranks can't go apart: each backward pass is averaged, and weights are compared after each epoch."""
-from functools import partial
 import pytest, torch
-from fastai.callback.core import Callback, CancelBackwardException
-from fastai.callback.training import GradientAccumulation
-from fastai.learner import Learner
-from fastai.optimizer import OptimWrapper, SGD, Optimizer, weight_decay
+from fastai.callback.core import Callback
+from fastai.optimizer import Optimizer, weight_decay
 from torch import nn
-from torch.utils.checkpoint import checkpoint
 from losses import Scaled
-from parity import Collect, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, alone_like, warm
+from parity import Collect, assert_ranks_alike, fit_both, largest, learner, mlp, warm
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -113,154 +109,13 @@ def test_weights_beside_the_model_that_drift(two, capfd):
 
 
 def test_ranks_that_stay_together_are_not_warned_of(two, capfd):
-    learn, notes = learner(cbs=Weights()), None
+    learn = learner(cbs=Weights())
     learn.distrib_fit(2, nprocs=2, launcher=two)
     assert_ranks_alike(learn.weights.ranks)
     assert 'drifted' not in capfd.readouterr().err
 
 
 # Gradients that changed after they were reduced
-
-class Sam(Callback):
-    "Sharpness-aware minimization: the gradient of weights that were moved uphill; `event` says when"
-    rho = .05
-    def __init__(self, event): setattr(self, event, self.twice)
-    def _uphill(self):
-        "Moves the weights, and returns by how much"
-        ps = [p for p in self.model.parameters() if p.grad is not None]
-        by = self.rho/(torch.stack([p.grad.norm() for p in ps]).norm()+1e-12)
-        moved = [(p, p.grad*by) for p in ps]
-        with torch.no_grad():
-            for p, e in moved: p.add_(e)
-        return moved
-    def twice(self):
-        moved = self._uphill()
-        self.model.zero_grad()
-        self.loss_func(self.model(*self.xb), *self.yb).backward()
-        with torch.no_grad():
-            for p, e in moved: p.sub_(e)
-
-
-class Awp(Sam):
-    "Adversarial weight perturbation: the gradient there is added"
-    def twice(self):
-        moved = self._uphill()
-        self.learn.loss_func(self.learn.model(*self.xb), *self.yb).backward()
-        with torch.no_grad():
-            for p, e in moved: p.sub_(e)
-
-
-class SamLearner(Learner):
-    "SAM without any of fastai's events"
-    def _do_grad_opt(self):
-        self.loss_grad.backward()
-        Sam.twice(self)
-        self.opt.step()
-        self.opt.zero_grad()
-    rho, _uphill = Sam.rho, Sam._uphill
-
-
-class SamBackward(Learner):
-    def _backward(self):
-        super()._backward()
-        Sam.twice(self)
-    rho, _uphill = Sam.rho, Sam._uphill
-
-
-class SamStep(Learner):
-    def _step(self):
-        Sam.twice(self)
-        super()._step()
-    rho, _uphill = Sam.rho, Sam._uphill
-
-
-class OwnPass(Callback):
-    "A backward pass of its own in place of fastai's"
-    def before_backward(self):
-        (self.learn.loss_grad*1.).backward()
-        raise CancelBackwardException()
-
-
-class Halves(Callback):
-    "One backward pass of two losses"
-    def before_backward(self):
-        torch.autograd.backward([self.learn.loss_grad*.5, self.learn.loss_grad*.5])
-        raise CancelBackwardException()
-
-
-class OwnBatch(Learner):
-    "Does everything by itself"
-    def _do_one_batch(self):
-        self.pred = self.model(*self.xb)
-        self.loss_grad = self.loss_func(self.pred, *self.yb)
-        self.loss = self.loss_grad.clone()
-        if not self.training: return
-        self.loss_grad.backward()
-        self.opt.step()
-        self.opt.zero_grad()
-
-
-class Clip(Callback):
-    "Alike on all ranks"
-    def before_step(self): nn.utils.clip_grad_norm_(self.model.parameters(), .1)
-
-
-STEPS = {'sam': dict(cbs=lambda: Sam('before_step')), 'sam after_backward': dict(cbs=lambda: Sam('after_backward')),
-         'awp': dict(cbs=lambda: Awp('before_step')), 'clip': dict(cbs=Clip), '_do_grad_opt': dict(kind=SamLearner),
-         '_backward': dict(kind=SamBackward), '_step': dict(kind=SamStep), 'own pass': dict(cbs=OwnPass),
-         'two losses': dict(cbs=Halves), '_do_one_batch': dict(kind=OwnBatch)}
-
-
-@pytest.mark.holds('Weights', "SAM, adversarial weight perturbation, a learner's own `_do_grad_opt`, `_backward`, "
-                   "`_step` or `_do_one_batch`, a backward pass of a callback's own: each backward pass of a batch is "
-                   "weighed and averaged over all workers")
-@pytest.mark.few(5)
-@pytest.mark.spread
-@pytest.mark.parametrize('opt_func', [partial(SGD, mom=.9), partial(OptimWrapper, opt=torch.optim.Adam)],
-                         ids=['sgd', 'adam'])
-@pytest.mark.parametrize('case', STEPS)
-def test_another_backward_pass_is_that_of_one_process(case, opt_func, three, capfd):
-    "Also with parts of unequal size, and a rank without items in the last batch"
-    kind, cbs = STEPS[case].get('kind', Learner), STEPS[case].get('cbs')
-    learn = learner(train=37, bs=4, opt_func=opt_func, cbs=cbs and cbs(), kind=kind)
-    learn, one = fit_both(learn, 3, three, 2)
-    assert_same(learn, one)
-    assert 'drifted' not in capfd.readouterr().err
-
-
-@pytest.mark.parametrize('case,n_acc', [('sam', 12), ('awp', 12), ('_step', 12), ('_step', 24)])
-def test_a_second_pass_while_gradients_accumulate(case, n_acc, three, capfd):
-    "fastai's callback multiplies the loop's loss by the items of a batch, and not that of the second pass"
-    kind, cbs = STEPS[case].get('kind', Learner), STEPS[case].get('cbs')
-    learn = learner(train=37, bs=4, cbs=[GradientAccumulation(n_acc), *([cbs()] if cbs else [])], kind=kind)
-    learn, one = fit_both(learn, 3, three, 2)
-    assert_same(learn, one)
-    assert 'drifted' not in capfd.readouterr().err
-
-
-class Checkpointed(nn.Module):
-    "Computes its middle again in the backward pass, twice with the same weights"
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.c = nn.Linear(4, 8), nn.Sequential(nn.Linear(8, 8), nn.Tanh()), nn.Linear(8, 3)
-    def forward(self, x):
-        h = self.a(x)
-        for _ in range(2): h = checkpoint(self.b, h, use_reentrant=True)
-        return self.c(h)
-
-
-@pytest.mark.holds('Weights', "Checkpointing with `use_reentrant=True`, which DDP can't follow: gradients are "
-                   "averaged after the backward pass")
-@pytest.mark.parametrize('how', [{}, dict(find_unused_parameters=True), dict(cbs=GradientAccumulation(24))],
-                         ids=['plain', 'find_unused', 'accumulating'])
-def test_reentrant_checkpointing_is_that_of_one_process(how, three, capfd):
-    "Which DDP can't follow; also where a rank has nothing in the first step"
-    how = dict(how)
-    learn = learner(train=37, model=Checkpointed(), cbs=how.pop('cbs', None))
-    learn, one = fit_both(learn, 3, three, 2, ddp=how)
-    assert_same(learn, one)
-    said = capfd.readouterr().out.count('use_reentrant=False gives the same results')
-    assert said == (not learn.cbs.filter(lambda cb: isinstance(cb, GradientAccumulation)))     # that is flat anyway
 
 
 @pytest.mark.holds('Limits', "A communication hook that rounds (`comm_hook=bf16_compress_hook`) rounds gradients, not "

@@ -14,7 +14,7 @@ from fastddp.base import board, group
 from fastddp.base.errors import RankRaised
 from parity import alone_like, assert_ranks_alike, largest, learner, mlp, seed, warm
 from test_decisions import EVENTS, RAISES, AtEnd, Leave, rank_that_leaves
-from test_drift import Sam
+from cases.steps import Sam
 
 pytestmark = pytest.mark.timeout(120)
 here = Path(__file__).resolve().parent

@@ -1,6 +1,5 @@
 """Metrics and losses of N workers are those of one process, for any size of the validation set, alike to the bit on all
 ranks."""
-import warnings
 import pytest, torch
 from fastai.callback.core import Callback
 from fastai.learner import AvgLoss, AvgMetric, AvgSmoothLoss, Metric
@@ -12,8 +11,6 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
                             skm_to_fastai)
 from torch import nn
 from fastddp.all import CantDistribute
-from fastddp.base import group
-from fastddp.launch.local import Local
 from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, alone_like, values, warm
 
 

@@ -1,17 +1,14 @@
 """Steps that don't go their usual way: passes that a rank leaves out, exceptions that a learner swallows, losses that
 are exchanged or asked for in the middle of a batch."""
-import pytest, torch
+import pytest
 from fastai.callback.core import Callback, CancelValidException
 from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastai.metrics import accuracy
-from fastai.optimizer import Adam
 from fastcore.foundation import L
-from torch import nn
 from fastddp.base import group
-from losses import RMSE, numbers
-from parity import (Collect, Idle, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp,
-                    seed, warm)
+from cases.losses import exact
+from parity import Collect, alone_like, assert_ranks_alike, assert_same, fit_both, items, largest, learner, seed, warm
 from spread import long_but
 from test_decisions import Leave
 
@@ -26,9 +23,6 @@ def ranks(request):
 @pytest.fixture(scope='module')
 def two():
     with warm(2) as launcher: yield launcher
-
-
-def regression(**kwargs): return dict(data=numbers, model=mlp(n_out=1), loss_func=RMSE(), **kwargs)
 
 
 class ByBatch(Metric):
@@ -87,41 +81,6 @@ def test_a_first_batch_that_is_read_whole_and_has_no_backward_pass_on_one_rank(t
     assert len(learn.recorder.values) == 1
 
 
-class Swaps(Callback):
-    "Another loss, from the middle of a batch on"
-    def after_backward(self):
-        if self.epoch == 0 and self.iter == 1: self.learn.loss_func = nn.MSELoss()
-
-
-def test_a_loss_that_is_exchanged_in_the_middle_of_a_batch(two):
-    learn, one = fit_both(learner(**regression()), 2, two, 2, cbs=[Swaps()])
-    assert_same(learn, one)
-    assert type(learn.loss_func) is nn.MSELoss
-
-
-class Swallows(Learner):
-    "Goes on with the next batch"
-    def one_batch(self, *args):
-        try: super().one_batch(*args)
-        except ZeroDivisionError: pass
-
-
-class Raises(Callback):
-    "In one batch; notes the loss function at the end of training"
-    order = 51
-    def before_fit(self): self.kinds = []
-    def after_train(self): self.kinds.append(type(self.learn.loss_func).__name__)
-    def after_loss(self):
-        if self.training and self.iter == 1: 1/0
-
-
-def test_an_exception_that_a_learner_swallows(two):
-    raises = Raises()
-    learn, one = fit_both(learner(kind=Swallows, **regression()), 2, two, 2, cbs=[raises])
-    assert_same(learn, one)
-    assert raises.kinds == ['RMSE']*2
-
-
 class Validates(Callback):
     "In the middle of a batch; notes what comes out"
     def before_fit(self): self.got = []
@@ -136,7 +95,7 @@ class Validates(Callback):
 
 def test_a_validation_in_the_middle_of_a_batch_whose_loss_is_gathered(two):
     "A validation of a callback's own has batches of the loader's own size: here those of one process"
-    learn = learner(valid=19, bs=8, **regression())
+    learn = learner(**exact('rmse', valid=19, bs=8))
     one = alone_like(learn, 2, 'global')
     cb, single = Validates(), Validates()
     seed(1)
@@ -210,12 +169,3 @@ def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_o
     one.fit(2, cbs=[same])
     assert largest(validates.got, same.got) < 1e-6
     assert largest(*(sum(o.recorder.values, start=L()) for o in (learn, one))) < 1e-6
-
-
-def test_an_unused_layer_stays_without_gradients_where_a_rank_has_no_items(two):
-    "In the last batch of one item; with zeros for gradients it would be decayed"
-    weighted = nn.CrossEntropyLoss(weight=torch.tensor([1., 3., .5]))
-    learn = learner(train=37, bs=2, model=Idle(), loss_func=weighted, opt_func=Adam, wd=.1)
-    start = learn.model.idle.weight.clone()
-    assert_same(*fit_both(learn, 2, two, 1))
-    assert torch.equal(learn.model.idle.weight, start) and learn.model.idle.weight.grad is None

@@ -1,17 +1,13 @@
 "Whole fits with data and learners that lessons don't have: one process's answer, or an error that names the reason."
 import os, signal, warnings
 from types import SimpleNamespace
-import numpy as np, pandas as pd, pytest, torch
+import numpy as np, pytest, torch
 from fastai.callback.core import Callback
-from fastai.callback.progress import ProgressCallback
 from fastai.callback.rnn import ModelResetter
-from fastai.data.block import CategoryBlock
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
-from fastai.losses import CrossEntropyLossFlat
 from fastai.metrics import accuracy
-from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_config, tabular_learner
 from torch import nn
 from torch.utils.data import DataLoader as TorchLoader, get_worker_info
 from fastddp.all import CantDistribute, RankRaised
@@ -20,8 +16,9 @@ from fastddp.launch.engine import Job
 from fastddp.launch.local import Local
 from fastddp.launch.options import engine_for
 from fastddp.payload.pairs import read_settings, take_settings
+from cases.data import Balanced, over, streams, table
 from faults import OneFault
-from parity import Warm, assert_same, fit_both, items, learner, mlp, seed, values, warm
+from parity import Warm, assert_same, fit_both, items, learner, seed, values, warm
 
 
 @pytest.fixture(scope='module')
@@ -67,103 +64,30 @@ def test_what_ends_a_loader_is_its_ranks_error(make, bad, why, brittle):
     if bad is not None: assert caught.value.rank == bad % 2
 
 
-# ---- batches of a batch sampler
-
-class Balanced:
-    "Batches of different sizes, in an order of its own"
-    def __init__(self, n): self.n, self.epoch = n, 0
-    def __len__(self): return len(range(0, self.n, 7))
-    def __iter__(self):
-        self.epoch += 1
-        order = torch.randperm(self.n, generator=torch.Generator().manual_seed(self.epoch)).tolist()
-        yield from (order[i:i+(7 if i % 2 else 5)] for i in range(0, self.n, 7))
-
-
-class AtOnce(Balanced):
-    "Draws when it is begun, and from the global stream: torch begins it before it draws the seed of its processes"
-    def __iter__(self):
-        order = torch.randperm(self.n).tolist()
-        return iter([order[i:i+7] for i in range(0, self.n, 7)])
-
-
-@pytest.mark.holds('Batches', "A torch `batch_sampler` of your own: with `batch='global'` each of its batches is "
-                   "divided, else N of them are one step")
-@pytest.mark.spread
-@pytest.mark.parametrize('sampler', [Balanced, AtOnce])
-@pytest.mark.parametrize('num_workers', [0, 2])
-def test_a_batch_sampler_of_ones_own(num_workers, sampler, two):
-    data = items(31)
-    learn = learner(valid=9)
-    train = TorchLoader(data, batch_sampler=sampler(31), num_workers=num_workers)
-    learn.dls = DataLoaders(train, TorchLoader(items(9), batch_sampler=[[0, 1, 2], [3, 4, 5, 6], [7, 8]]))
-    assert_same(*fit_both(learn, 2, two, 2, batch='global'))
-
+# ---- batches of a batch sampler, and tables
 
 def test_each_worker_takes_a_batch_of_a_batch_sampler(two):
-    learn = learner(valid=9)
-    learn.dls = DataLoaders(TorchLoader(items(31), batch_sampler=Balanced(31)), learn.dls.valid)
+    learn = over(TorchLoader(items(31), batch_sampler=Balanced(31)))
     learn.distrib_fit(1, nprocs=2, launcher=two)
     assert len(learn.recorder.losses) == 3
 
 
-# ---- tables
-
-def table(bs, bn):
-    "A tabular learner over 41 rows of two numbers and a category"
-    seed()
-    x = np.random.randn(41, 2).astype('float32')
-    df = pd.DataFrame(dict(a=x[:, 0], b=x[:, 1], c=np.arange(41) % 3, y=x.sum(1) > 0))
-    dls = TabularDataLoaders.from_df(df, procs=[Categorify, Normalize], cat_names=['c'], cont_names=['a', 'b'],
-                                     y_names='y', y_block=CategoryBlock(), valid_idx=list(range(30, 41)), bs=bs)
-    learn = tabular_learner(dls, layers=[5], n_out=2, loss_func=CrossEntropyLossFlat(),
-                            config=tabular_config(use_bn=bn, bn_cont=bn), metrics=accuracy)
-    learn.remove_cb(ProgressCallback)
-    learn.logger = lambda *_: None
-    return learn
-
-
-@pytest.mark.holds('Batches', "Tables, for 1 to 15 rows per worker (without batch norm; with it, see below)")
-@pytest.mark.parametrize('bn', [False, True])
-def test_tables_of_any_batch_size(bn, two):
-    for bs in (1, 2, 3, 7, 14, 15) if not bn else (1, 3, 15):
-        learn, one = fit_both(table(bs, bn), 2, two, 1, .01)
-        if not bn: assert_same(learn, one)
-        else: assert len(learn.recorder.losses) == len(one.recorder.losses) and np.isfinite(values(learn)[-1][0])
+def test_tables_of_any_batch_size_with_batch_norm(two):
+    for bs in 1, 3, 15:
+        learn, one = fit_both(table(bs, True), 2, two, 1, .01)
+        assert len(learn.recorder.losses) == len(one.recorder.losses) and np.isfinite(values(learn)[-1][0])
 
 
 # ---- models that keep state from batch to batch
-
-class Keeps(nn.Module):
-    "Each row of a batch goes on where the same row of the last one ended"
-    def __init__(self):
-        super().__init__()
-        self.a, self.b, self.h = nn.Linear(4, 3), nn.Linear(3, 3), 0
-    def reset(self): self.h = 0
-    def forward(self, x):
-        out = self.a(x)+self.b(self.h if torch.is_tensor(self.h) else out_of(x))
-        self.h = out.tanh().detach()
-        return out
-
-
-def out_of(x): return x.new_zeros(len(x), 3)
-
-
-def streams(batch, **kwargs):
-    "Rows laid out for batches of 4, one below the other"
-    learn = learner(train=48, valid=24, model=Keeps(), cbs=ModelResetter(), **kwargs)
-    learn.dls = DataLoaders(*(DataLoader(dl.dataset, bs=4, drop_last=True) for dl in learn.dls.loaders))
-    return learn
-
 
 @pytest.mark.holds('Batches', "A model with a `reset`, over rows that are streams: `batch='global'` is one process, "
                    "and validation keeps the loader's own rows in any case")
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])
 def test_validation_keeps_the_rows_of_a_model_with_state(batch, two):
-    learn = streams(batch)
+    learn = streams()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter('always')
-        if batch == 'global': assert_same(*fit_both(learn, 2, two, 2, batch=batch))
-        else: learn.distrib_fit(1, nprocs=2, launcher=two)
+        learn.distrib_fit(1, nprocs=2, launcher=two, batch=batch)
     assert learn.recorder.values[-1][1] == pytest.approx(learn.validate()[0], abs=1e-6)
     assert [str(w.message) for w in caught if "batch='global'" in str(w.message)][1:] == []
     assert any("batch='global'" in str(w.message) for w in caught) == (batch == 'per_worker')
@@ -205,22 +129,6 @@ def test_a_state_with_the_batch_size_built_in(kind, two, capsys, monkeypatch):
     with learn.distrib_ctx(nprocs=2, launcher=two): assert list(learn.validate()) == pytest.approx(here, abs=1e-6)
 
 
-# ---- a callback changes the loader
-
-class Grows(Callback):
-    "Twice the batch in each epoch"
-    def after_epoch(self): self.dls.train.bs *= 2
-
-
-@pytest.mark.holds('Batches', "A callback that changes `dls.train.bs` (there it is the batch of all workers): from "
-                   "the next epoch on, and back in the notebook")
-@pytest.mark.parametrize('batch', ['per_worker', 'global'])
-def test_a_callback_changes_the_batch_size(batch, two):
-    learn, one = fit_both(learner(cbs=Grows()), 2, two, 3, batch=batch)
-    assert_same(learn, one)
-    assert learn.dls.train.bs == 32 and one.dls.train.bs == (64 if batch == 'per_worker' else 32)
-
-
 def test_fastais_loaders_with_persistent_workers(two):
     "They don't persist in fastai, where each epoch has new ones, and in one process the old ones may stay: see torch's"
     def make(persistent):
@@ -236,86 +144,15 @@ def test_fastais_loaders_with_persistent_workers(two):
     assert_same(learn, one)
 
 
-# ---- learners of a class of their own
-
-def of_class(cls, **kwargs):
-    learn = learner(**kwargs)
-    learn.__class__ = cls
-    return learn
-
-
-class Scaled(Learner):
-    "Its `fit` has arguments of its own, before and behind fastai's"
-    def fit(self, scale, n_epoch=2, lr=None, wd=None, cbs=None, *, shift=0.):
-        self.asked, plain = (scale, shift), self.loss_func
-        self.loss_func = lambda out, y: plain(out*scale+shift, y)
-        super().fit(n_epoch, lr, wd, cbs)
-        self.loss_func = plain
-
-
-class PassesOn(Learner):
-    "Its `fit` takes anything"
-    def fit(self, *args, extra=None, **kwargs):
-        self.extra = extra
-        super().fit(*args, **kwargs)
-
-
-@pytest.mark.parametrize('cls,args,kwargs,left', [
-    (Scaled, (.5,), dict(shift=.1), dict(asked=(.5, .1))), (Scaled, (.5, 1, .02), {}, dict(asked=(.5, 0.))),
-    (PassesOn, (1, .02), dict(extra='here'), dict(extra='here')), (PassesOn, (), dict(n_epoch=1), dict(extra=None))])
-def test_a_fit_with_arguments_of_its_own(cls, args, kwargs, left, two):
-    learn, one = fit_both(of_class(cls), 2, two, *args, batch='global', **kwargs)
-    assert_same(learn, one)
-    assert {k: getattr(learn, k) for k in left} == left == {k: getattr(one, k) for k in left}
-
-
-def loop(predict, tell=True):
-    "A learner's class that makes its predictions itself"
-    class Own(Learner):
-        def _do_one_batch(self):
-            self.pred = predict(self, *self.xb)
-            if tell: self('after_pred')
-            self.loss_grad = self.loss_func(self.pred, *self.yb)
-            self.loss = self.loss_grad.clone()
-            self('after_loss')
-            if self.training: self._do_grad_opt()
-    return Own
-
-
-PREDICT = {'once': lambda self, x: self.model(x)*2, 'twice': lambda self, x: self.model(x)+self.model(-x),
-           'layer by layer': lambda self, x: self.model[2](self.model[1](self.model[0](x))),
-           'part of it': lambda self, x: self.model(x)+self.model[2](self.model[0](x))}
-
-
-@pytest.mark.spread
-@pytest.mark.parametrize('how', PREDICT)
-@pytest.mark.parametrize('tell', [True, False])
-def test_a_learner_that_calls_its_model_itself(how, tell, two):
-    assert_same(*fit_both(of_class(loop(PREDICT[how], tell)), 2, two, 2))
-
-
 class Named(Learner):
     def fit_mine(self, n, timeout=3): self.fit(n+timeout)
 
 
 def test_a_name_that_a_method_and_the_block_have_is_refused():
-    learn = of_class(Named)
+    learn = learner(kind=Named)
     with pytest.raises(CantDistribute, match=r'timeout.*with learn.distrib_ctx\(') as e:
         learn.distrib('fit_mine', 1, timeout=7, nprocs=2)
     assert 'fit_mine' in str(e.value)
-
-
-class Empty(nn.Module):
-    "A batch norm without elements, as a tabular model without continuous variables has it"
-    def __init__(self):
-        super().__init__()
-        self.bn, self.layers, self.nothing = nn.BatchNorm1d(0), mlp(), nn.Parameter(torch.zeros(0, 3))
-    def forward(self, x): return self.layers(x)
-
-
-def test_parameters_without_elements_are_not_without_gradient(two, capfd):
-    assert_same(*fit_both(learner(model=Empty()), 2, two, 1))
-    assert 'No gradient' not in capfd.readouterr().out
 
 
 # ---- an engine of the user's own
