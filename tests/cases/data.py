@@ -15,7 +15,7 @@ from fastai.optimizer import SGD
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_config, tabular_learner
 from torch import distributed as dist, nn
 from torch.utils.data import DataLoader as TorchLoader
-from cases import add, holds
+from cases import add, case, holds
 from cases.losses import boxes, collate, detect_mean
 from parity import items, learner, values
 
@@ -54,8 +54,8 @@ def sampled(sampler, num_workers):
 
 holds('Batches', "A torch `batch_sampler` of your own: with `batch='global'` each of its batches is divided, else N "
       "of them are one step")
-add('batch_sampler', lambda scale: sampled(Balanced, 0), **only_global, scaled=True)
-add('batch_sampler_that_draws', lambda scale: sampled(AtOnce, 2), **only_global, scaled=True, ranks=(2,))
+add('batch_sampler', partial(sampled, Balanced, 0), **only_global)
+add('batch_sampler_that_draws', partial(sampled, AtOnce, 2), **only_global, ranks=(2,))
 
 
 # Loaders that read by themselves
@@ -138,7 +138,8 @@ def grown(learn, one): assert learn.dls.train.bs in (32, 64)
 
 holds('Batches', "A callback that changes `dls.train.bs` (there it is the batch of all workers): from the next "
       "epoch on, and back in the notebook")
-add('batch_that_grows', lambda: dict(cbs=Grows()), run=lambda learn, call: call('fit', 3), check=grown)
+@case(run=lambda learn, call: call('fit', 3), check=grown)
+def batch_that_grows(): return dict(cbs=Grows())
 
 
 # Graphs: batches that can't be cut
@@ -251,5 +252,5 @@ class Boxes(Metric):
 def all_boxes(learn, one): assert values(learn)[0][-1] == 21000+sum(1+i % 3 for i in range(21))
 
 
-add('metric_of_lists', lambda: dict(data=boxes, loss_func=detect_mean, metrics=Boxes(), collate=collate),
-    loss='whole', tol=2e-5, check=all_boxes)
+@case(loss='whole', tol=2e-5, check=all_boxes)
+def metric_of_lists(): return dict(data=boxes, loss_func=detect_mean, metrics=Boxes(), collate=collate)

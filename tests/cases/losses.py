@@ -15,13 +15,13 @@ from fastcore.foundation import L
 from torch import nn
 from torch.utils import _pytree
 from cases import CASES, add, case, holds
-from losses import EXACT, numbers, pearson
+from losses import EXACT, numbers
 from parity import Collect, items, largest, learner, mlp
 
-whole = partial(add, loss='whole', tol=2e-5)
-averaged = partial(add, loss='averaged', tol=.05)
+whole = partial(case, loss='whole', tol=2e-5)
+averaged = partial(case, loss='averaged', tol=.05)
 # The model computes a part of the loss: a line says that this is averaged, as it is in one process
-named = partial(add, loss=None, tol=2e-5)
+named = partial(case, loss=None, tol=2e-5)
 AVERAGED = 'averaged over workers, weighted by items',
 
 
@@ -80,18 +80,27 @@ _pytree.register_pytree_node(Output, lambda o: ([*o.values()], [*o]),
 
 def logits_loss(o, y): return F.cross_entropy(o.logits, y)
 def logits_std(o, y): return F.cross_entropy(o.logits, y)+o.logits.std()
-whole('named_tuple', lambda: dict(model=Wraps(lambda t: Named(t, t.detach())), loss_func=logits_std))
-whole('data_class', lambda: dict(model=Wraps(Data), loss_func=logits_std))
-whole('frozen_data_class', lambda: dict(model=Wraps(Frozen), loss_func=logits_std))
-averaged('object_with_slots', lambda: dict(model=Wraps(Slots), loss_func=logits_loss))
-averaged('plain_object', lambda: dict(model=Wraps(lambda t: SimpleNamespace(logits=t, name='x')),
-                                      loss_func=logits_std))
-averaged('dict_with_attributes', lambda: dict(model=Wraps(lambda t: Attributes(logits=t)), loss_func=logits_std))
-whole('library_output', lambda: dict(model=Wraps(lambda t: Output(logits=t, loss=None)), loss_func=logits_std))
-whole('output_with_a_cache', lambda: dict(model=Wraps(lambda t: Output(logits=t, cache=[(t.detach(), t.detach())])),
-                                          loss_func=logits_loss))
-whole('list_of_fastcore', lambda: dict(model=Wraps(lambda t: L(t, t*2)),
-                                       loss_func=lambda o, y: F.cross_entropy(o[1], y)))
+@whole
+def named_tuple(): return dict(model=Wraps(lambda t: Named(t, t.detach())), loss_func=logits_std)
+@whole
+def data_class(): return dict(model=Wraps(Data), loss_func=logits_std)
+@whole
+def frozen_data_class(): return dict(model=Wraps(Frozen), loss_func=logits_std)
+@averaged
+def object_with_slots(): return dict(model=Wraps(Slots), loss_func=logits_loss)
+@averaged
+def plain_object(): return dict(model=Wraps(lambda t: SimpleNamespace(logits=t, name='x')),
+                                loss_func=logits_std)
+@averaged
+def dict_with_attributes(): return dict(model=Wraps(lambda t: Attributes(logits=t)), loss_func=logits_std)
+@whole
+def library_output(): return dict(model=Wraps(lambda t: Output(logits=t, loss=None)), loss_func=logits_std)
+@whole
+def output_with_a_cache(): return dict(model=Wraps(lambda t: Output(logits=t, cache=[(t.detach(), t.detach())])),
+                                       loss_func=logits_loss)
+@whole
+def list_of_fastcore(): return dict(model=Wraps(lambda t: L(t, t*2)),
+                                    loss_func=lambda o, y: F.cross_entropy(o[1], y))
 
 
 class OwnLoss(nn.Module):
@@ -109,8 +118,8 @@ class Labelled(Callback):
     def before_batch(self): self.learn.xb = *self.xb[:1], self.yb[0]
 
 
-named('loss_of_the_model', lambda: dict(model=OwnLoss(), loss_func=lambda o, y: o.loss, cbs=Labelled()),
-      says=AVERAGED)
+@named(says=AVERAGED)
+def loss_of_the_model(): return dict(model=OwnLoss(), loss_func=lambda o, y: o.loss, cbs=Labelled())
 
 
 # Losses that read more
@@ -147,10 +156,14 @@ class SampleWeights(Callback):
     def loss(self, p, y): return (F.cross_entropy(p, y, reduction='none')*self.learn.x[:, 0].abs()).mean()
 
 
-averaged('distillation', lambda: dict(cbs=Distil()))
-averaged('distillation_of_kept_predictions', lambda: dict(cbs=Teacher()))
-averaged('masked_pretraining', lambda: dict(model=mlp(n_out=4), loss_func=F.mse_loss, cbs=Masked()))
-averaged('weights_of_items', lambda: dict(cbs=SampleWeights()))
+@averaged
+def distillation(): return dict(cbs=Distil())
+@averaged
+def distillation_of_kept_predictions(): return dict(cbs=Teacher())
+@averaged
+def masked_pretraining(): return dict(model=mlp(n_out=4), loss_func=F.mse_loss, cbs=Masked())
+@averaged
+def weights_of_items(): return dict(cbs=SampleWeights())
 
 
 class Vae(nn.Module):
@@ -163,10 +176,12 @@ class Vae(nn.Module):
 
 
 def kl(mu, lv): return (-.5*(1+lv-mu**2-lv.exp())).sum(1).mean()
-whole('vae_of_outputs', lambda: dict(data=itself, model=Vae(lambda *o: o),
-                                     loss_func=lambda o, y: F.mse_loss(o[0], y)+kl(*o[1:])))
-whole('vae_that_sums', lambda: dict(data=itself, model=Vae(lambda *o: o), lr=.002,
-                                    loss_func=lambda o, y: F.mse_loss(o[0], y, reduction='sum')+kl(*o[1:])*len(y)))
+@whole
+def vae_of_outputs(): return dict(data=itself, model=Vae(lambda *o: o),
+                                  loss_func=lambda o, y: F.mse_loss(o[0], y)+kl(*o[1:]))
+@whole
+def vae_that_sums(): return dict(data=itself, model=Vae(lambda *o: o), lr=.002,
+                                 loss_func=lambda o, y: F.mse_loss(o[0], y, reduction='sum')+kl(*o[1:])*len(y))
 
 
 class ReadsModel:
@@ -213,7 +228,8 @@ class TwoHeads(nn.Module):
 
 def two_targets(n, s=0): return [(x, y, x[:1]) for x, y in items(n, s=s)]
 def heads(o, y, z): return F.cross_entropy(o[0], y) + F.mse_loss(o[1], z).sqrt()
-whole('two_heads', lambda: dict(data=two_targets, model=TwoHeads(), loss_func=heads, n_inp=1))
+@whole
+def two_heads(): return dict(data=two_targets, model=TwoHeads(), loss_func=heads, n_inp=1)
 
 
 class LearnedWeights(nn.Module):
@@ -225,7 +241,8 @@ class LearnedWeights(nn.Module):
         return (losses*(-self.w).exp()+self.w).sum()
 
 
-whole('multi_task', lambda: dict(data=two_targets, model=TwoHeads(), loss_func=LearnedWeights(), n_inp=1))
+@whole
+def multi_task(): return dict(data=two_targets, model=TwoHeads(), loss_func=LearnedWeights(), n_inp=1)
 
 
 class Auxiliary(nn.Module):
@@ -236,7 +253,8 @@ class Auxiliary(nn.Module):
 
 
 def auxiliary(o, y): return F.cross_entropy(o['out'], y)+sum(.4*F.cross_entropy(o[k], y) for k in o if k != 'out')
-whole('auxiliary_outputs', lambda: dict(model=Auxiliary(), loss_func=auxiliary))
+@whole
+def auxiliary_outputs(): return dict(model=Auxiliary(), loss_func=auxiliary)
 
 
 # Means, sums, and others
@@ -254,32 +272,43 @@ def smoothing(p, y): return F.cross_entropy(p, y, label_smoothing=.1)
 def dice(p, y):
     p, y = p.softmax(1), F.one_hot(y, 3)
     return 1-(2*(p*y).sum(0)+1).div((p+y).sum(0)+1).mean()
-whole('focal', lambda: dict(loss_func=Focal()))
-whole('label_smoothing', lambda: dict(loss_func=smoothing))
-whole('dice_of_a_batch', lambda: dict(loss_func=dice))
+@whole
+def focal(): return dict(loss_func=Focal())
+@whole
+def label_smoothing(): return dict(loss_func=smoothing)
+@whole
+def dice_of_a_batch(): return dict(loss_func=dice)
 def bce(p, y): return F.binary_cross_entropy_with_logits(p, y, pos_weight=torch.tensor([1., 2., 3.]))
-whole('bce_with_logits', lambda: dict(data=lambda n, s=0: [(x, (x[:3] > 0).float()) for x, _ in items(n, s=s)],
-                                      loss_func=bce))
+@whole
+def bce_with_logits(): return dict(data=lambda n, s=0: [(x, (x[:3] > 0).float()) for x, _ in items(n, s=s)],
+                                   loss_func=bce)
 def pairwise(p, y):
     d, t = p-p.T, (y-y.T).sign()
     return F.softplus(-d*t)[t != 0].mean()
-whole('ranking', lambda: dict(data=floats, model=mlp(n_out=1), loss_func=pairwise))
+@whole
+def ranking(): return dict(data=floats, model=mlp(n_out=1), loss_func=pairwise)
 def cox(p, y):
     order = y[:, 0].argsort(descending=True)
     p = p[order, 0]
     return (p.logcumsumexp(0)-p).mean()
-whole('survival', lambda: dict(data=floats, model=mlp(n_out=1), loss_func=cox))
+@whole
+def survival(): return dict(data=floats, model=mlp(n_out=1), loss_func=cox)
 def pearson(p, y): return 1-F.cosine_similarity(p[:, 0]-p.mean(), y[:, 0]-y.mean(), dim=0)
-whole('correlation', lambda: dict(data=floats, model=mlp(n_out=1), loss_func=pearson))
+@whole
+def correlation(): return dict(data=floats, model=mlp(n_out=1), loss_func=pearson)
 def surrogate(o, y): return (-o.log_softmax(1).gather(1, y[:, None])[:, 0]*(o.detach().max(1)[0]-.5)).mean()
-whole('policy_gradient', lambda: dict(loss_func=surrogate))
+@whole
+def policy_gradient(): return dict(loss_func=surrogate)
 def energy(o, y): return o.logsumexp(1).mean()-o.gather(1, y[:, None]).mean()+.1*o.pow(2).mean()
-whole('energy_based', lambda: dict(loss_func=energy))
+@whole
+def energy_based(): return dict(loss_func=energy)
 def gaussian(o, y): return -torch.distributions.Normal(o[:, :1], o[:, 1:2].exp()).log_prob(y).mean()
-whole('likelihood', lambda: dict(data=floats, model=mlp(n_out=2), loss_func=gaussian))
-averaged('distribution_as_output', lambda: dict(
+@whole
+def likelihood(): return dict(data=floats, model=mlp(n_out=2), loss_func=gaussian)
+@averaged
+def distribution_as_output(): return dict(
     data=floats, model=Wraps(lambda t: torch.distributions.Normal(t[:, :1], t[:, 1:].exp()), 2),
-                                                loss_func=lambda o, y: -o.log_prob(y).mean()))
+                                          loss_func=lambda o, y: -o.log_prob(y).mean())
 
 
 # Views, pairs and contrasts
@@ -296,7 +325,8 @@ class TwoViews(Callback):
     def before_batch(self): self.learn.xb = torch.cat([self.x, self.x*.9+.1]),
 
 
-whole('simclr', lambda: dict(model=mlp(), loss_func=nt_xent, cbs=TwoViews()))
+@whole
+def simclr(): return dict(model=mlp(), loss_func=nt_xent, cbs=TwoViews())
 
 
 class Siamese(nn.Module):
@@ -308,12 +338,14 @@ class Siamese(nn.Module):
 
 def pairs(n, s=0): return [(x, x.flip(0), y.float()) for x, y in items(n, s=s)]
 def contrastive(o, y): return ((o[0]-o[1]).norm(dim=1)*(y > 0)+F.relu(1-(o[0]-o[1]).norm(dim=1))*(y == 0)).mean()
-whole('siamese', lambda: dict(data=pairs, model=Siamese(), loss_func=contrastive))
+@whole
+def siamese(): return dict(data=pairs, model=Siamese(), loss_func=contrastive)
 def barlow(o, y):
     a, b = [(t-t.mean(0))/(t.std(0)+1e-3) for t in o]
     c = a.T@b/len(a)
     return (c-torch.eye(len(c))).pow(2).sum()
-whole('barlow_twins', lambda: dict(data=pairs, model=Siamese(), loss_func=barlow, lr=.01, train=36))
+@whole
+def barlow_twins(): return dict(data=pairs, model=Siamese(), loss_func=barlow, lr=.01, train=36)
 
 
 class Byol(nn.Module):
@@ -324,8 +356,9 @@ class Byol(nn.Module):
     def forward(self, a, b): return self.online(a), self.target(b)
 
 
-whole('byol', lambda: dict(data=pairs, model=Byol(),
-                           loss_func=lambda o, y: (2-2*F.cosine_similarity(o[0], o[1].detach(), dim=1)).mean()))
+@whole
+def byol(): return dict(data=pairs, model=Byol(),
+                        loss_func=lambda o, y: (2-2*F.cosine_similarity(o[0], o[1].detach(), dim=1)).mean())
 
 
 class Views(nn.Module):
@@ -336,7 +369,8 @@ class Views(nn.Module):
 
 
 def swav(p, y): return -(p[0].softmax(-1)*p[1:].log_softmax(-1)).sum(-1).mean()
-averaged('views_first', lambda: dict(model=Views(), loss_func=swav))
+@averaged
+def views_first(): return dict(model=Views(), loss_func=swav)
 
 
 # Sequences
@@ -354,8 +388,10 @@ class Steps(nn.Module):
 def labelled(n, s=0): return [(x, torch.tensor([1, 2]) if y else torch.tensor([2, 3])) for x, y in items(n, s=s)]
 def ctc(p, y): return F.ctc_loss(p.transpose(0, 1), y, torch.full((len(p),), 5), torch.full((len(y),), 2))
 def ctc_time(p, y): return F.ctc_loss(p, y, torch.full((p.shape[1],), 5), torch.full((len(y),), 2))
-whole('ctc_items_first', lambda: dict(data=labelled, model=Steps(), loss_func=ctc))
-averaged('ctc_time_first', lambda: dict(data=labelled, model=Steps(True), loss_func=ctc_time))
+@whole
+def ctc_items_first(): return dict(data=labelled, model=Steps(), loss_func=ctc)
+@averaged
+def ctc_time_first(): return dict(data=labelled, model=Steps(True), loss_func=ctc_time)
 
 
 def words(n, s=0): return [(t, t) for t in (torch.arange(6)*(i+s) % 11 for i in range(n))]
@@ -369,9 +405,11 @@ class Words(nn.Module):
 
 
 def shifted(p, y): return F.cross_entropy(p[:, :-1].reshape(-1, 11), y[:, 1:].reshape(-1))
-whole('language_model_that_shifts', lambda: dict(data=words, model=Words(), loss_func=shifted))
+@whole
+def language_model_that_shifts(): return dict(data=words, model=Words(), loss_func=shifted)
 def flattened(p, y): return F.cross_entropy(p.view(-1, 11), y.view(-1), ignore_index=0)
-whole('masked_language_model', lambda: dict(data=words, model=Words(), loss_func=flattened))
+@whole
+def masked_language_model(): return dict(data=words, model=Words(), loss_func=flattened)
 
 
 class Seq2Seq(nn.Module):
@@ -386,8 +424,9 @@ class Forces(Callback):
     def before_batch(self): self.learn.xb = *self.xb[:1], self.yb[0]
 
 
-whole('seq2seq', lambda: dict(data=words, model=Seq2Seq(), cbs=Forces(),
-                              loss_func=lambda p, y: F.cross_entropy(p.transpose(1, 2), y)))
+@whole
+def seq2seq(): return dict(data=words, model=Seq2Seq(), cbs=Forces(),
+                           loss_func=lambda p, y: F.cross_entropy(p.transpose(1, 2), y))
 
 
 # Detection: lists with an entry for each item
@@ -401,10 +440,13 @@ def boxes(n, s=0): return [(x, dict(boxes=x[:2].repeat(1+i % 3, 1), label=y)) fo
 def detect_mean(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).mean() for i, t in enumerate(ys))/len(ys)
 def detect_sum(p, ys): return sum((p[i, :2]-t['boxes']).pow(2).sum() for i, t in enumerate(ys))/10
 def detect_lists(ps, ys): return torch.stack([(p[:2]-t['boxes']).pow(2).mean() for p, t in zip(ps, ys)]).mean()**.5
-whole('detection', lambda: dict(data=boxes, loss_func=detect_mean, collate=collate))
-whole('detection_that_sums', lambda: dict(data=boxes, loss_func=detect_sum, collate=collate, lr=.01))
-whole('detection_of_lists', lambda: dict(data=boxes, model=Wraps(lambda t: [*t.unbind()], 7),
-                                         loss_func=detect_lists, collate=collate))
+@whole
+def detection(): return dict(data=boxes, loss_func=detect_mean, collate=collate)
+@whole
+def detection_that_sums(): return dict(data=boxes, loss_func=detect_sum, collate=collate, lr=.01)
+@whole
+def detection_of_lists(): return dict(data=boxes, model=Wraps(lambda t: [*t.unbind()], 7),
+                                      loss_func=detect_lists, collate=collate)
 
 
 # Others
@@ -421,8 +463,9 @@ class Physics(nn.Module):
             return u, torch.autograd.grad(u.sum(), x, create_graph=True)[0]
 
 
-whole('physics_informed', lambda: dict(data=floats, model=Physics(), lr=.01,
-                                       loss_func=lambda o, y: F.mse_loss(o[0], y)+(o[1].sum(1)-1).pow(2).mean()))
+@whole
+def physics_informed(): return dict(data=floats, model=Physics(), lr=.01,
+                                    loss_func=lambda o, y: F.mse_loss(o[0], y)+(o[1].sum(1)-1).pow(2).mean())
 
 
 class Sparse(nn.Module):
@@ -432,8 +475,9 @@ class Sparse(nn.Module):
     def forward(self, x): return self.lin(self.emb((x[:, 0].abs()*5).long().clamp(0, 19)))
 
 
-add('sparse_embedding', lambda: dict(model=Sparse(), loss_func=CrossEntropyLossFlat(),
-                                     opt_func=partial(OptimWrapper, opt=torch.optim.SGD)))
+@case
+def sparse_embedding(): return dict(model=Sparse(), loss_func=CrossEntropyLossFlat(),
+                                    opt_func=partial(OptimWrapper, opt=torch.optim.SGD))
 
 
 class Poly:
@@ -445,7 +489,8 @@ class Anneals(Callback):
     def after_pred(self): self.learn.loss_func.gamma = self.pct_train if self.training else 0.
 
 
-whole('annealed_by_a_callback', lambda: dict(loss_func=Poly(), cbs=Anneals()))
+@whole
+def annealed_by_a_callback(): return dict(loss_func=Poly(), cbs=Anneals())
 
 
 @case(loss='whole')
@@ -489,12 +534,17 @@ def one_missing(n, s=0): return [(x, torch.tensor(-100) if i == n-1 else y) for 
 def rarely(pred, y): return F.cross_entropy(pred, y, ignore_index=-100)
 
 
-whole('ratio', lambda: regression(ratio))
-whole('one_ignored_target', lambda: dict(loss_func=rarely, data=one_missing, train=16, valid=8, bs=8))
-add('said_to_be_whole', lambda: exact('rmse'), loss=None, options=dict(loss='gather'))
+@whole
+def of_ratio(): return regression(ratio)
+@whole
+def one_ignored_target(): return dict(loss_func=rarely, data=one_missing, train=16, valid=8, bs=8)
+@case(loss=None, options=dict(loss='gather'))
+def said_to_be_whole(): return exact('rmse')
 add('known_and_said_to_be_whole', dict, loss=None, options=dict(loss='gather'))
-add('said_to_be_a_sum', lambda: exact('squares'), options=dict(loss='sum'))
-add('said_to_be_a_mean', lambda: exact('mean'), options=dict(loss='mean'))
+@case(options=dict(loss='sum'))
+def said_to_be_a_sum(): return exact('squares')
+@case(options=dict(loss='mean'))
+def said_to_be_a_mean(): return exact('mean')
 
 
 # fastai counts the boxes of the first item, and divides a square root in place: neither of these accumulates
@@ -531,9 +581,12 @@ def by_halves(pred, y, t=.5):
 
 holds('Losses', "One ignored target in the whole batch is noticed; predictions with several views of each item are "
       "put in order, also where targets number the rows")
-whole('views_one_after_the_other', lambda: dict(loss_func=by_halves, train=32, valid=16, cbs=TwoViews()))
-whole('rows_of_views', lambda: dict(loss_func=by_rows, cbs=RowsOfViews()))
-whole('rows_of_views_together', lambda: dict(loss_func=by_rows, train=32, cbs=RowsOfViews(True)))
+@whole
+def views_one_after_the_other(): return dict(loss_func=by_halves, train=32, valid=16, cbs=TwoViews())
+@whole
+def rows_of_views(): return dict(loss_func=by_rows, cbs=RowsOfViews())
+@whole
+def rows_of_views_together(): return dict(loss_func=by_rows, train=32, cbs=RowsOfViews(True))
 
 
 class Letters(nn.Module):
@@ -557,11 +610,13 @@ def text_batch(pairs, join):
 
 
 # targets are one row of all letters, or padded rows: the mean is over texts
-add('ctc_of_a_row', lambda: dict(model=Letters(), loss_func=nn.CTCLoss(), data=texts, n_inp=1,
-                                 collate=partial(text_batch, join=torch.cat)))
-add('ctc_of_padded_rows', lambda: dict(model=Letters(), loss_func=partial(F.ctc_loss, zero_infinity=True), data=texts,
-                                       n_inp=1, collate=partial(text_batch, join=partial(
-                                           nn.utils.rnn.pad_sequence, batch_first=True))))
+@case
+def ctc_of_a_row(): return dict(model=Letters(), loss_func=nn.CTCLoss(), data=texts, n_inp=1,
+                                collate=partial(text_batch, join=torch.cat))
+@case
+def ctc_of_padded_rows(): return dict(model=Letters(), loss_func=partial(F.ctc_loss, zero_infinity=True), data=texts,
+                                      n_inp=1, collate=partial(text_batch, join=partial(
+                                          nn.utils.rnn.pad_sequence, batch_first=True)))
 
 
 # What a loss keeps
@@ -664,7 +719,8 @@ class CachesWeights:
         return F.cross_entropy(p, y, weight=self.weight)
 
 
-whole('a_cache', lambda: dict(loss_func=CachesWeights()))
+@whole
+def a_cache(): return dict(loss_func=CachesWeights())
 
 
 class ArcFace(nn.Module):
@@ -695,9 +751,12 @@ def same_loss(learn, one):
 
 holds('Losses', "Parameters of the loss function are trained like those of the model, and are in the notebook's "
       "loss afterwards")
-whole('loss_with_parameters', lambda: trained(ArcFace()), check=same_loss)
-whole('loss_with_parameters_accumulating', lambda: trained(ArcFace(), cbs=GradientAccumulation(16)), check=same_loss)
-whole('root_with_parameters', lambda: trained(RootArc()), check=same_loss)
+@whole(check=same_loss)
+def loss_with_parameters(): return trained(ArcFace())
+@whole(check=same_loss)
+def loss_with_parameters_accumulating(): return trained(ArcFace(), cbs=GradientAccumulation(16))
+@whole(check=same_loss)
+def root_with_parameters(): return trained(RootArc())
 
 
 # What callbacks do with a loss
@@ -714,10 +773,10 @@ class Swaps(Callback):
 def swapped(learn, one): assert learn.loss_func in (pearson, F.mse_loss)
 
 
-add('another_loss_in_the_next_epoch', lambda: exact('mean', cbs=Swaps('before_epoch', pearson)), loss=None,
-    check=swapped)
-add('another_loss_in_the_middle_of_a_batch', lambda: exact('rmse', cbs=Swaps('after_backward', F.mse_loss)),
-    loss=None, check=swapped)
+@case(loss=None, check=swapped)
+def another_loss_in_the_next_epoch(): return exact('mean', cbs=Swaps('before_epoch', pearson))
+@case(loss=None, check=swapped)
+def another_loss_in_the_middle_of_a_batch(): return exact('rmse', cbs=Swaps('after_backward', F.mse_loss))
 
 
 class Standardized(nn.Module):
@@ -775,14 +834,18 @@ class Number(nn.Module):
     def forward(self, x): return self.m(x).pow(2).mean()
 
 
-named('number_of_the_model', lambda: dict(model=Number(), loss_func=lambda p, y: p), says=AVERAGED)
-add('penalty', lambda: exact('mean', cbs=Penalty()), loss=None, says=('Penalty changes the loss',))
-add('penalty_to_a_root', lambda: exact('rmse', cbs=Penalty()), loss=None, says=('Penalty changes the loss',))
+@named(says=AVERAGED)
+def number_of_the_model(): return dict(model=Number(), loss_func=lambda p, y: p)
+@case(loss=None, says=('Penalty changes the loss',))
+def penalty(): return exact('mean', cbs=Penalty())
+@case(loss=None, says=('Penalty changes the loss',))
+def penalty_to_a_root(): return exact('rmse', cbs=Penalty())
 holds('Losses', "What a callback adds to `learn.loss` (a mean over items) is in `valid_loss`, also where the loss "
       "is computed over all predictions")
-add('term_of_a_callback', lambda: exact('rmse', cbs=AddsTerm()), loss=None, says=('AddsTerm changes the loss',))
-add('term_of_a_callback_and_perplexity', lambda: exact('rmse', cbs=AddsTerm(), metrics=Perplexity()), loss=None,
-    says=('AddsTerm changes the loss',))
+@case(loss=None, says=('AddsTerm changes the loss',))
+def term_of_a_callback(): return exact('rmse', cbs=AddsTerm())
+@case(loss=None, says=('AddsTerm changes the loss',))
+def term_of_a_callback_and_perplexity(): return exact('rmse', cbs=AddsTerm(), metrics=Perplexity())
 
 
 class NeedsGradient(Callback):
@@ -814,8 +877,8 @@ def of_learner(loss):
     return learn
 
 
-named('gradient_penalty', partial(of_learner, gradient_penalty), says=('computes gradients through',))
-named('residual', partial(of_learner, residual), says=('raised RuntimeError',))
+add('gradient_penalty', partial(of_learner, gradient_penalty), loss=None, says=('computes gradients through',))
+add('residual', partial(of_learner, residual), loss=None, says=('raised RuntimeError',))
 
 
 class TwoOfViews(Views):
@@ -823,5 +886,5 @@ class TwoOfViews(Views):
     def forward(self, x): return super().forward(x)[:2]
 
 
-named('stacked_views', lambda: dict(train=32, valid=8, bs=2, model=TwoOfViews(), loss_func=swav), ranks=(2,),
-      batch=('per_worker',), says=('as many entries in dimension 1 as in dimension 0',))
+@named(ranks=(2,), batch=('per_worker',), says=('as many entries in dimension 1 as in dimension 0',))
+def stacked_views(): return dict(train=32, valid=8, bs=2, model=TwoOfViews(), loss_func=swav)

@@ -10,7 +10,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import SGD, Adam, Lamb, OptimWrapper, RMSProp, ranger
 from torch import nn
 from torch.utils.checkpoint import checkpoint
-from cases import add, holds
+from cases import add, case, holds
 from cases.losses import Counts, exact
 from parity import Collect, Idle, items, largest, learner, mlp, seed
 
@@ -51,17 +51,28 @@ def weighted(*weights): return CrossEntropyLossFlat(weight=torch.tensor(weights)
 def weighing(p, y): return F.cross_entropy(p, y, weight=torch.tensor([1., 3., .5]))
 
 
-add('clip', lambda: dict(cbs=GradientClip(.1)))
-add('smoothing', lambda: dict(loss_func=LabelSmoothingCrossEntropyFlat()))
-add('class_weights', lambda: dict(loss_func=weighted(1., 3., .5), train=41))
-add('class_weight_zero', lambda: dict(loss_func=weighted(1., 0., 2.), train=29))
-add('functional_weights', lambda: dict(loss_func=partial(F.cross_entropy, weight=torch.tensor([1., 3., .5]))))
-add('ignored', lambda: dict(data=some_ignored, train=29))
-add('ignored_tokens', lambda: dict(data=tokens, train=29, model=Transposed()))
-add('summed', lambda: dict(loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.005))
-add('mse', lambda: exact('rmse') | dict(loss_func=MSELossFlat()))
-add('drop_last', lambda: dict(drop_last=True, train=50))
-add('one_over', lambda: dict(train=25, bs=2), batch=('per_worker',))
+@case
+def clip(): return dict(cbs=GradientClip(.1))
+@case
+def smoothing(): return dict(loss_func=LabelSmoothingCrossEntropyFlat())
+@case
+def class_weights(): return dict(loss_func=weighted(1., 3., .5), train=41)
+@case
+def class_weight_zero(): return dict(loss_func=weighted(1., 0., 2.), train=29)
+@case
+def functional_weights(): return dict(loss_func=partial(F.cross_entropy, weight=torch.tensor([1., 3., .5])))
+@case
+def ignored(): return dict(data=some_ignored, train=29)
+@case
+def ignored_tokens(): return dict(data=tokens, train=29, model=Transposed())
+@case
+def summed(): return dict(loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.005)
+@case
+def mse(): return exact('rmse') | dict(loss_func=MSELossFlat())
+@case
+def drop_last(): return dict(drop_last=True, train=50)
+@case(batch=('per_worker',))
+def one_over(): return dict(train=25, bs=2)
 for n_acc in 8, 24, 30:
     add(f'accumulating_{n_acc}', lambda n=n_acc: dict(train=53, bs=2, cbs=GradientAccumulation(n), opt_func=Adam,
                                                       loss_func=weighted(1., 3., .5) if n == 24 else None))
@@ -130,7 +141,8 @@ for opt_func in SGD, Adam:
         run=thawed, check=as_frozen)
 holds('Weights', "A layer that was trained and then frozen goes on being decayed, as in fastai: its gradient is "
       "zero, not None")
-add('trained_then_frozen', lambda: dict(opt_func=Adam, splitter=layers, wd=.1), run=frozen_later, check=still_decayed)
+@case(run=frozen_later, check=still_decayed)
+def trained_then_frozen(): return dict(opt_func=Adam, splitter=layers, wd=.1)
 holds('Weights', "`fit_one_cycle`, `fine_tune`, `fit_flat_cos`, with the same schedule")
 for call in ('fit_one_cycle', 2, .05), ('fine_tune', 1, .05), ('fit_flat_cos', 2, .05):
     add(call[0], lambda: dict(opt_func=Adam, splitter=layers), run=calling(*call))
@@ -146,9 +158,10 @@ class Fit(Learner):
 
 
 def asked(learn, one): assert learn.asked == one.asked and learn.asked[0] == .5
-add('own_fit', lambda: dict(kind=Fit), loss=None, check=asked,
-    run=lambda learn, call: call('fit', .5, shift=.1, extra='here'))
-add('own_fit_by_position', lambda: dict(kind=Fit), loss=None, run=calling('fit', .5, 1, .02), check=asked)
+@case(loss=None, check=asked, run=lambda learn, call: call('fit', .5, shift=.1, extra='here'))
+def own_fit(): return dict(kind=Fit)
+@case(loss=None, run=calling('fit', .5, 1, .02), check=asked)
+def own_fit_by_position(): return dict(kind=Fit)
 
 
 # Models
@@ -185,9 +198,9 @@ for when in 'never', 'all', 'sometimes', 'late', 'data':
 
 def idle(learn, one): assert learn.model.idle.weight.grad is None
 # in the last batch of one item; with zeros for gradients it would be decayed
-add('unused_where_a_rank_has_no_items', lambda: dict(
-    bs=2, model=Idle(), loss_func=weighted(1., 3., .5), opt_func=Adam, wd=.1),
-    batch=('per_worker',), ranks=(2,), check=idle)
+@case(batch=('per_worker',), ranks=(2,), check=idle)
+def unused_where_a_rank_has_no_items(): return dict(
+    bs=2, model=Idle(), loss_func=weighted(1., 3., .5), opt_func=Adam, wd=.1)
 
 
 class Empty(nn.Module):
@@ -226,12 +239,15 @@ def counted(learn, one): assert learn.model.steps == learn.model.passing == len(
 def same_means(learn, one): torch.testing.assert_close(learn.model[0].running_mean, one.model[0].running_mean)
 
 
-add('parameters_without_elements', lambda: dict(model=Empty()))
-add('tied', lambda: dict(model=Tied()), check=tied)
-add('buffers', lambda: dict(model=Counting()), check=counted)
+@case
+def parameters_without_elements(): return dict(model=Empty())
+@case(check=tied)
+def of_tied(): return dict(model=Tied())
+@case(check=counted)
+def buffers(): return dict(model=Counting())
 # each worker sees its part of the batch: without the average they would be rank 0's
-add('running_means', lambda: dict(train=24, model=nn.Sequential(nn.BatchNorm1d(4), mlp())), run=calling('fit', 1),
-    tol=ANY, batch=('per_worker',), ranks=(2,), check=same_means)
+@case(run=calling('fit', 1), tol=ANY, batch=('per_worker',), ranks=(2,), check=same_means)
+def running_means(): return dict(train=24, model=nn.Sequential(nn.BatchNorm1d(4), mlp()))
 
 
 class Hook:
@@ -258,7 +274,8 @@ class NewHead(Callback):
 
 
 holds('Weights', "A layer that a callback replaces during a fit")
-add('new_layer', lambda: dict(cbs=NewHead()), run=calling('fit', 3))
+@case(run=calling('fit', 3))
+def new_layer(): return dict(cbs=NewHead())
 
 
 class Checkpointed(nn.Module):
@@ -275,10 +292,12 @@ class Checkpointed(nn.Module):
 holds('Weights', "Checkpointing with `use_reentrant=True`, which DDP can't follow: gradients are averaged after the "
       "backward pass")
 LINE = 'use_reentrant=False gives the same results'
-add('checkpointed', lambda: dict(model=Checkpointed()), says=(LINE,))
-add('checkpointed_find_unused', lambda: dict(model=Checkpointed()), says=(LINE,),
-    options=dict(find_unused_parameters=True))
-add('checkpointed_accumulating', lambda: dict(model=Checkpointed(), cbs=GradientAccumulation(24)))
+@case(says=(LINE,))
+def checkpointed(): return dict(model=Checkpointed())
+@case(says=(LINE,), options=dict(find_unused_parameters=True))
+def checkpointed_find_unused(): return dict(model=Checkpointed())
+@case
+def checkpointed_accumulating(): return dict(model=Checkpointed(), cbs=GradientAccumulation(24))
 
 
 # Backward passes
@@ -398,7 +417,8 @@ def noted(learn, one):
     for rows in learn.notes_gradients.ranks: assert largest(rows, one.notes_gradients.ranks[0]) < 1e-6
 
 
-add('gradients_read_while_accumulating', lambda: dict(cbs=[GradientAccumulation(24), NotesGradients()]), check=noted)
+@case(check=noted)
+def gradients_read_while_accumulating(): return dict(cbs=[GradientAccumulation(24), NotesGradients()])
 holds('Weights', "A second pass (SAM) with a loss that is no mean")
 for event in 'before_step', 'after_backward':
     add(f'sam_{event}_of_a_root', lambda event=event: exact('rmse', cbs=Sam(event)), loss='whole')
@@ -441,8 +461,10 @@ def in_two_steps(**kwargs): return dict(kind=InTwoSteps, opt_func=partial(OptimW
 
 holds('Weights', "SAM in two steps (`first_step`, `second_step`), and `backward(create_graph=True)`")
 add('in_two_steps', in_two_steps)
-add('in_two_steps_of_a_root', lambda: exact('rmse') | in_two_steps(), loss='whole')
-add('keeps_graph', lambda: dict(kind=KeepsGraph))
+@case(loss='whole')
+def in_two_steps_of_a_root(): return exact('rmse') | in_two_steps()
+@case
+def keeps_graph(): return dict(kind=KeepsGraph)
 
 
 # The model is called by the learner, or in an event
@@ -493,8 +515,10 @@ class NotesLossLate(Learner):
 
 holds('Losses', "A loss that a callback or a learner sets after its own backward pass, also where one rank makes "
       "none")
-add('steps_by_itself', lambda: dict(cbs=StepsByItself()))
-add('notes_loss_late', lambda: dict(kind=NotesLossLate))
+@case
+def steps_by_itself(): return dict(cbs=StepsByItself())
+@case
+def notes_loss_late(): return dict(kind=NotesLossLate)
 
 
 # Callbacks that change a batch
@@ -534,15 +558,22 @@ def one_had_none(learn, one): assert any([0.] in rows for rows in learn.leaves_o
 
 holds('Weights', "A callback that leaves items out of a batch, or doubles it; rows that are no items (nodes of "
       "graphs): also where a rank has none left")
-add('leaves_out', lambda: dict(train=16, valid=16, metrics=accuracy, cbs=LeavesOut()), check=one_had_none)
-add('leaves_out_of_a_root', lambda: exact('rmse', train=16, valid=16, cbs=LeavesOut()), loss='whole',
-    check=one_had_none)
-add('leaves_out_late', lambda: dict(metrics=accuracy, cbs=LeavesOutLate()))
-add('leaves_out_late_of_a_root', lambda: exact('rmse', cbs=LeavesOutLate()), loss='whole')
-add('doubles', lambda: dict(cbs=Doubles()))
-add('doubles_summed', lambda: dict(cbs=Doubles(), loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.005))
-add('doubles_accumulating', lambda: dict(cbs=[GradientAccumulation(32), Doubles()]))
-add('rows_that_are_no_items', lambda: dict(cbs=Nodes()))
+@case(check=one_had_none)
+def leaves_out(): return dict(train=16, valid=16, metrics=accuracy, cbs=LeavesOut())
+@case(loss='whole', check=one_had_none)
+def leaves_out_of_a_root(): return exact('rmse', train=16, valid=16, cbs=LeavesOut())
+@case
+def leaves_out_late(): return dict(metrics=accuracy, cbs=LeavesOutLate())
+@case(loss='whole')
+def leaves_out_late_of_a_root(): return exact('rmse', cbs=LeavesOutLate())
+@case
+def doubles(): return dict(cbs=Doubles())
+@case
+def doubles_summed(): return dict(cbs=Doubles(), loss_func=nn.CrossEntropyLoss(reduction='sum'), lr=.005)
+@case
+def doubles_accumulating(): return dict(cbs=[GradientAccumulation(32), Doubles()])
+@case
+def rows_that_are_no_items(): return dict(cbs=Nodes())
 
 
 # Exceptions
@@ -566,7 +597,7 @@ class Leaves(Callback):
 def own_loss(learn, one): assert learn.leaves.kinds == [type(learn.loss_func).__name__]*2
 
 
-add('exception_that_a_learner_swallows', lambda: exact('rmse', kind=Swallows, cbs=Leaves(ZeroDivisionError('no'))),
-    loss='whole', check=own_loss)
-add('epoch_that_is_left', lambda: dict(loss_func=Counts(), cbs=Leaves(CancelEpochException)), loss=None,
-    check=own_loss)
+@case(loss='whole', check=own_loss)
+def exception_that_a_learner_swallows(): return exact('rmse', kind=Swallows, cbs=Leaves(ZeroDivisionError('no')))
+@case(loss=None, check=own_loss)
+def epoch_that_is_left(): return dict(loss_func=Counts(), cbs=Leaves(CancelEpochException))

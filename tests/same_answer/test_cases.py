@@ -21,13 +21,14 @@ def combinations():
 
 
 @pytest.fixture(scope='module')
-def ranks(request):
-    with warm(request.param) as launcher: yield request.param, launcher
+def launchers():
+    "By their number of workers"
+    with warm(2) as two, warm(3) as three: yield {2: two, 3: three}
 
 
-@pytest.mark.parametrize('ranks,name,batch', sorted(combinations(), key=lambda o: o.values[0]), indirect=['ranks'])
-def test_case(ranks, name, batch, capfd, monkeypatch):
-    (n, launcher), case = ranks, CASES[name]
+@pytest.mark.parametrize('n,name,batch', sorted(combinations(), key=lambda o: o.values[0]))
+def test_case(launchers, n, name, batch, capfd, monkeypatch):
+    launcher, case = launchers[n], CASES[name]
     monkeypatch.setattr(replay, '_printed', set())      # a line comes once in a process
     learn, one = (case.learner(scale, batch) for scale in (1, n if batch == 'per_worker' else 1))
     def on_workers(how, *args, **kwargs):
