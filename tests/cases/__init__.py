@@ -40,7 +40,7 @@ class Case:
         made = self.make()
         if not isinstance(made, Learner):
             made = from_arguments(**dict(bs=8 if batch == 'global' else 4) | made | more)
-        made.dls.train.bs *= scale
+        if scale > 1: made.dls.train.bs *= scale
         return made
 
 

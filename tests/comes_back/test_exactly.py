@@ -161,7 +161,7 @@ def test_what_a_callback_holds(group, launcher, recwarn):
     assert all(a is b for a, b in zip(held, cb.held) if not isinstance(a, (tuple, bytearray, array.array)))
 
 
-@pytest.mark.parametrize('group', long_but(GROUPS, 'some'))
+@pytest.mark.parametrize('group', long_but(GROUPS))
 def test_in_a_job(group):
     learn = learner(train=16, valid=4, cbs=(cb := Changes(GROUPS[group])))
     job = learn.distrib_fit(2, nprocs=2, wait=False)
@@ -201,7 +201,7 @@ class FailsOnce(Callback):
             raise ValueError('once')
 
 
-@pytest.mark.parametrize('group', long_but(GROUPS, 'some'))
+@pytest.mark.parametrize('group', long_but(GROUPS))
 def test_restarted(group, tmp_path):
     "What the epochs before the failure have changed goes on on fresh workers"
     learn = learner(train=16, valid=4, cbs=[cb := Changes(GROUPS[group]), FailsOnce(tmp_path/'failed')])
@@ -299,11 +299,10 @@ DATA = {
 }
 
 
-@pytest.mark.parametrize('n,here', [(300, False), (30, True), *(pytest.param(n, False, marks=pytest.mark.full)
-                                                                for n in (10, 12_000))])
-def test_items_of_data_sets(n, here, launcher):
+@pytest.mark.parametrize('case', long_but([(300, False), (30, True), (10, False), (12_000, False)], (300, False)))
+def test_items_of_data_sets(case, launcher):
     "On workers, or with `InProcess()`"
-    wrong = []
+    (n, here), wrong = case, []
     options = dict(launcher=InProcess()) if here else dict(nprocs=2, launcher=launcher)
     for name, (make, change) in DATA.items():
         seed()

@@ -78,7 +78,8 @@ CELLS = dict(
              '.read_text().replace("return 2*x", "return 43*x"))\nimportlib.invalidate_caches()\nimportlib.reload(m)')
 # What becomes of its file, or of the way to it
 DISK = dict(edited=lambda f: f.write_text(TEXT.replace('2*x', '6*x')),
-            constant=lambda f: f.write_text(TEXT.replace('limit, seen = 3', 'limit, seen = 8')), broken=lambda f: f.write_text('def act(:'),
+            constant=lambda f: f.write_text(TEXT.replace('limit, seen = 3', 'limit, seen = 8')),
+            broken=lambda f: f.write_text('def act(:'),
             deleted=lambda f: f.unlink(),
             without_cache=lambda f: (f.unlink(), shutil.rmtree(f.parent/'__pycache__', True)),
             elsewhere=lambda f: (os.chdir('/'), sys.path.remove(str(f.parent))))

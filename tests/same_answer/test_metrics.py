@@ -12,9 +12,10 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
 from torch import nn
 from fastddp.all import CantDistribute
 from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, alone_like, values, warm
+from spread import long_but
 
 
-@pytest.fixture(scope='module', params=[2, 3, 4])
+@pytest.fixture(scope='module', params=long_but([2, 3, 4], 2, 3))
 def ranks(request):
     with warm(request.param) as launcher: yield request.param, launcher
 

@@ -12,11 +12,11 @@ from fastddp.base.errors import CantDistribute
 from fastddp.launch.engine import InProcess
 from fastddp.output import replay
 from parity import (Collect, Steps, assert_ranks_alike, assert_same, fit_both, items, largest, learner, mlp, seed,
-                    alone_like,
-                    values, warm)
+                    alone_like, values, warm)
+from spread import long_but
 
 
-@pytest.fixture(scope='module', params=[2, 3, 4])
+@pytest.fixture(scope='module', params=long_but([2, 3, 4], 2, 3))
 def ranks(request):
     "`(number of ranks, launcher with these workers, which stay from fit to fit)`"
     with warm(request.param) as launcher: yield request.param, launcher
