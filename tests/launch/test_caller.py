@@ -163,8 +163,11 @@ def test_one_context_manager_for_many_calls(as_before):
 def test_the_notebook_waits_and_says_for_whom(as_before, capsys, monkeypatch, tmp_path):
     monkeypatch.setattr(caller, '_PATIENCE', 2.)
     def work():
-        while me() == 1 and not (tmp_path/'go').exists(): time.sleep(.01)
-    threading.Timer(5, lambda: (tmp_path/'go').write_text('')).start()
+        "Rank 2 ends first, then rank 0, in this process, and rank 1 five seconds later"
+        waits_for = {0: 'two', 1: 'go'}.get(me())
+        if me() == 2: (tmp_path/'two').touch()
+        while waits_for and not (tmp_path/waits_for).exists(): time.sleep(.01)
+        if me() == 0: threading.Timer(5, (tmp_path/'go').touch).start()
     ranch(3, work)
     assert capsys.readouterr().out == 'Rank 0, in this process, has ended. It waits for rank 1.\n'
 

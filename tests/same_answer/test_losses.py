@@ -16,7 +16,6 @@ from cases.steps import NotesLossLate
 from losses import numbers
 from parity import (Collect, alone_like, assert_ranks_alike, assert_same, fit_both, largest, learner, mlp, seed, warm)
 from test_decisions import EVENTS, AtEnd, Leave
-from test_metrics import Spread
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -216,30 +215,6 @@ def test_accumulation_of_ones_own_is_named(ranks, capfd):
     n, launcher = ranks
     learner(train=96, bs=4).distrib_fit(1, nprocs=n, launcher=launcher, cbs=[Accumulates(16)])
     assert capfd.readouterr().out.count('Accumulates leaves batches before their step') == 1
-
-
-class Padded(Callback):
-    "Each worker pads to the longest text of its part: predictions don't fit together"
-    order = -5
-    def before_batch(self):
-        n = 2+int((self.x[:, 0] > 0).sum())
-        self.learn.xb = (self.x.repeat(1, n),)
-
-
-class Mean(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.lin = nn.Linear(4, 3)
-    def forward(self, x): return self.lin(x.view(len(x), -1, 4))
-
-
-def test_a_replayed_metric_of_training_where_parts_dont_fit(ranks, capfd):
-    n, launcher = ranks
-    learn = learner(train=8*n, model=Mean(), loss_func=lambda p, y: F.cross_entropy(p.mean(1), y), cbs=Padded(),
-                    metrics=Spread())
-    learn.recorder.train_metrics = True
-    learn.distrib_fit(1, nprocs=n, launcher=launcher)
-    assert learn.recorder.values[0][1] > 0
 
 
 # What fails
