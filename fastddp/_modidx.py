@@ -1067,6 +1067,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                    'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase.accumulate': ( 'fastai2/metrics.html#phase.accumulate',
                                                                                        'fastddp/fastai2/metrics.py'),
+                                         'fastddp.fastai2.metrics.Phase.noting_resets': ( 'fastai2/metrics.html#phase.noting_resets',
+                                                                                          'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase.reduce': ( 'fastai2/metrics.html#phase.reduce',
                                                                                    'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.Phase.restore': ( 'fastai2/metrics.html#phase.restore',

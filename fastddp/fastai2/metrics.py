@@ -129,14 +129,24 @@ class Phase:
         metrics = [m for m,*of_ranks in zip(self.metrics, *used) if any(of_ranks)]
         for m in metrics: join_state(m) if how_reduced(m) == 'join' else merge_state(m)
         return len(metrics) > 0
+    @contextlib.contextmanager
+    def noting_resets(self): # The metrics that are reset inside, as a list
+        found = []
+        def reset(m):
+            found.append(m)
+            type(m).reset(m)
+        for m in self.metrics: vars(m)['reset'] = partial(reset, m)
+        try: yield found
+        finally:
+            for m in self.metrics: vars(m).pop('reset', None)
     def resume(self,
-        is_global # True if that validation gave the metrics the state of all ranks
+        common # Metrics that have the state of all ranks, of a callback's own validation
     ):
-        """Go on after a callback's own validation inside this phase, with the same metrics. It has
-        reset them, so the batches before it don't count, as in one process"""
+        """Go on after a callback's own validation inside this phase, with the same metrics. Of
+        those that it has reset, the batches before it don't count, as in one process"""
         # `reduce` sums over ranks: their common state must count once
-        if is_global and group.rank():
-            for m in self.metrics: m.reset()
+        if group.rank():
+            for m in common: m.reset()
         self._start()
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #fe34d51a
@@ -196,14 +206,15 @@ class ReduceMetrics(OurCallback):
         outer = self.end_phase()
         dl = self.dl
         self.is_global = False
-        try: yield
+        try:
+            with outer.noting_resets() if outer else contextlib.nullcontext([]) as own: yield
         finally:
             self.end_phase()
             self.phase = outer
             if outer is not None:
                 # another loader stays in `learn.dl`, and fastai trains on it, as in one process
                 if original(self.dl) is original(dl): self.learn.dl = dl
-                outer.resume(self.is_global)
+                outer.resume(own if self.is_global else ())
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e9ea3aa3
 def _copied(attrs):

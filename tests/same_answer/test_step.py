@@ -3,7 +3,7 @@ are exchanged or asked for in the middle of a batch."""
 import pytest
 from fastai.callback.core import Callback, CancelValidException
 from fastai.data.load import DataLoader
-from fastai.learner import Learner, Metric
+from fastai.learner import Learner
 from fastai.metrics import accuracy
 from fastcore.foundation import L
 from fastddp.base import group
@@ -23,16 +23,6 @@ def ranks(request):
 @pytest.fixture(scope='module')
 def two():
     with warm(2) as launcher: yield launcher
-
-
-class ByBatch(Metric):
-    "A mean of batches, which has to be replayed"
-    def reset(self): self.vals = []
-    def accumulate(self, learn): self.vals.append(float((learn.pred.argmax(-1) == learn.y).float().mean()))
-    @property
-    def value(self): return sum(self.vals)/len(self.vals)
-    @property
-    def name(self): return 'by_batch'
 
 
 class Loss(Collect):
@@ -153,14 +143,11 @@ class ValidatesInTraining(Callback):
         learn.model.train()
 
 
-@pytest.mark.few(2)
 @pytest.mark.parametrize('n_own,valid_metrics', [(9, True), (3, True), (9, False)])
-@pytest.mark.parametrize('metric', [accuracy, ByBatch], ids=['sum', 'replayed'])
-def test_metrics_of_training_after_a_callbacks_own_validation(ranks, metric, n_own, valid_metrics):
+def test_metrics_of_training_after_a_callbacks_own_validation(ranks, n_own, valid_metrics):
     "They go on from what the validation left, as in one process"
     n, launcher = ranks
-    metric = metric if metric is accuracy else metric()
-    validates, learn = ValidatesInTraining(n_own), learner(train=37, valid=3, metrics=metric)
+    validates, learn = ValidatesInTraining(n_own), learner(train=37, valid=3, metrics=accuracy)
     learn.recorder.train_metrics, learn.recorder.valid_metrics, learn.recorder.add_time = True, valid_metrics, False
     one, same = alone_like(learn, n), ValidatesInTraining(n_own)
     seed(1)
