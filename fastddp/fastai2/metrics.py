@@ -132,13 +132,13 @@ class Phase:
     @contextlib.contextmanager
     def noting_resets(self): # The metrics that are reset inside, as a list
         found = []
-        def reset(m):
+        def reset(m, plain):
             found.append(m)
-            type(m).reset(m)
-        for m in self.metrics: vars(m)['reset'] = partial(reset, m)
-        try: yield found
-        finally:
-            for m in self.metrics: vars(m).pop('reset', None)
+            plain()
+        with contextlib.ExitStack() as stack:
+            for m in self.metrics:
+                stack.enter_context(with_attrs(m, reset=partial(reset, m, m.reset)))
+            yield found
     def resume(self,
         common # Metrics that have the state of all ranks, of a callback's own validation
     ):
