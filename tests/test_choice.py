@@ -21,32 +21,10 @@ def test_a_module_is_its_notebook_and_has_its_tests(path):
     assert 'tests/cluster/test_magics.py' not in found and len([o for o in found if '[' in o]) == 1
 
 
-def test_who_imports_or_names_a_module():
-    found = touched(['fastddp/base/errors.py'])
-    assert {'tests/faults/test_hangs.py', 'tests/test_troubles.py'} <= {*found}
-    names = changed['names_module']
-    assert names('from fastddp.base import group, errors', 'base/errors')
-    assert names('fastddp.magics', 'magics') and not names('errors', 'base/errors')
-    assert not names('from fastddp.base import group', 'base/errors')
-
-
 def test_a_helper_of_tests_stands_for_those_that_use_it():
     assert 'tests/machines/test_ray.py' in touched(['tests/two_hosts.py'])
     assert 'tests/test_scripts.py' in touched(['tests/script_fit.py'])
     assert 'tests/test_start.py' in touched(['tests/test_start.py'])
-
-
-def test_a_page_that_a_test_reads():
-    assert 'tests/test_mistakes.py' in touched(['tests/mistakes.md'])
-
-
-def test_fastai_v1_has_a_run_of_its_own():
-    found = touched(['nbs/fastai1/808_learner.ipynb'])
-    assert not any('fastai1' in o or 'v1' in o for o in found)
-
-
-def test_nothing_touches_nothing(): assert touched([]) == []
-def test_conftest_touches_all(): assert touched(['tests/conftest.py', 'README.md']) == ['tests']
 
 
 class Item:
@@ -64,13 +42,6 @@ def test_a_spread_has_each_value_and_no_more_than_it_takes():
     items = [Item(a=a, b=b, c=c) for a in range(4) for b in range(3) for c in range(2)]
     got = params(spread(items))
     assert [{*o} for o in zip(*got)] == [{0, 1, 2, 3}, {0, 1, 2}, {0, 1}] and len(got) == 4
-
-
-def test_parameters_that_stand_together_have_each_pair():
-    items = [Item(a=a, b=b, c=c) for a in range(4) for b in range(3) for c in range(2)]
-    got = params(spread(items, 'a b'))
-    assert {o[:2] for o in got} == {(a, b) for a in range(4) for b in range(3)} and len(got) == 12
-    assert {o[2] for o in got} == {0, 1}
 
 
 REPORT = '''<testsuites><testsuite>

@@ -10,6 +10,7 @@ import contextlib
 
 from fastai.callback.core import GatherPredsCallback
 from fastai.data.load import DataLoader
+from fastai.learner import AvgMetric
 from fastcore.basics import noop
 from torch.utils.data import DataLoader as TorchLoader
 
@@ -20,6 +21,7 @@ from .metrics import how_reduced, metrics_of
 from .loaders import (
     dl_state, follow_original, is_lm, plan, rows_are_streams, set_dl_state, undivided)
 from ..launch.training import has_kind
+from ..payload.places import could_change
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
@@ -67,9 +69,20 @@ def why_all(learn):
         return (f"learn.{names[0]} handles its batches. Faster: `run_valid = False`, or collect in "
                 "a Metric.")
     names = [type(m).__name__ for m in metrics_of(learn) if how_reduced(m) is None]
-    if not names: return ''
-    return (f"{names[0]} has a state that doesn't add up. Faster: a method `merge(states)` of the "
-            "metric.")
+    if names:
+        return (f"{names[0]} has a state that doesn't add up. Faster: a method `merge(states)` of "
+                "the metric.")
+    for name,f in functions_of_batches(learn):
+        if (what := could_change(f)) is not None:
+            return f"{name} could change `{what}`. Faster: without that."
+    return ''
+
+def functions_of_batches(learn):
+    "Yield `(name, function)` for what is called in each batch of a validation, but for callbacks"
+    yield from ((m.name, m.func) for m in metrics_of(learn) if isinstance(m, AvgMetric))
+    for k,module in learn.model.named_modules():
+        for f in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
+            yield f"a hook of model{k and '.'}{k}",f
 
 # %% ../../nbs/fastai2/722_inference.ipynb #5fdc168c
 def gatherers(learn):

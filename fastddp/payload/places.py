@@ -6,14 +6,15 @@
 __all__ = []
 
 # %% ../../nbs/payload/107_places.ipynb #29dd7ecf
-import pickle, sys, types, weakref
+import dis, pickle, sys, types, weakref
 from collections import deque
+from functools import partial
 
 import cloudpickle
 
 from .kinds import (
-    CONSTANT, DICT, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
-    are_values, attributes, kind)
+    CELL, CLASS, CONSTANT, DICT, FUNCTION, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
+    are_values, attributes, is_own, kind)
 from .columns import holds_any, is_long
 from .own import is_own_module
 from .reducers import made_of
@@ -43,6 +44,45 @@ def members(o, left_out=frozenset()):
     elif type(items) is list and isinstance(o, dict):
         n = len(items)//2
         yield from ((('key of' if i < n else 'item', i % n), v) for i,v in enumerate(items))
+
+# %% ../../nbs/payload/107_places.ipynb #98f292de
+_STORES = {'STORE_GLOBAL','DELETE_GLOBAL','STORE_ATTR','DELETE_ATTR'}
+_STORING = {'setattr','delattr','globals','vars','exec','eval'}     # functions that do the same
+_FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial
+
+def _codes(code):
+    "Yield a code object, and those of the functions that are made in it"
+    yield code
+    for o in code.co_consts:
+        if isinstance(o, types.CodeType): yield from _codes(o)
+
+def _variable_set(f):
+    "Return the name of a variable or attribute that outlives a call of `f`, and is set in it"
+    outer = f.__code__.co_freevars
+    for o in (o for code in _codes(f.__code__) for o in dis.get_instructions(code)):
+        is_outer = o.opname == 'STORE_DEREF' and o.argval in outer
+        if o.opname in _STORES or is_outer or o.argval in _STORING: return o.argval
+
+def could_change(f):
+    """Return the name of what a call of `f` could change and keep; None if there is nothing. What a
+    library's function or object does isn't looked at"""
+    if not isinstance(f, _FUNCTIONS) and not is_own(type(f)): return None
+    todo,seen = [(getattr(f, '__name__', type(f).__name__), f)],{}
+    while todo:
+        name,o = todo.pop()
+        if id(o) in seen: continue
+        seen[id(o)] = o
+        if isinstance(o, partial):
+            todo += [(name, v) for v in (o.func, *o.args, *o.keywords.values())]
+            continue
+        k = kind(o)
+        if k not in (None,FUNCTION,CELL,CLASS,CONSTANT): return name
+        if k is FUNCTION and is_own(o) and (found := _variable_set(o)): return found
+        for key,v in members(o) if k else ():
+            # the module of a function has more than the function uses
+            if key == 'module': continue
+            is_named = type(key) is tuple and key[0] in ('global','variable')
+            todo.append((key[1] if is_named else name, v))
 
 # %% ../../nbs/payload/107_places.ipynb #4ad6ca96
 # Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them,

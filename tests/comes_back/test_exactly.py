@@ -385,6 +385,7 @@ class OfSizes(Callback):
             else: o[i] = dict(numbers=1, texts='x', pairs=('x', 1), data=1)[kind]
 
 
+@pytest.mark.timeout(400)
 @pytest.mark.parametrize('seeds', long_but([range(1, 3), range(60)], range(1, 3)), ids=['few', 'many'])
 def test_no_size_is_a_limit(seeds, launcher):
     wrong = []

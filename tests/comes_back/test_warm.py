@@ -1,8 +1,7 @@
-"""What stays from call to call: the workers, and the objects that callbacks hold. What does not: files."""
+"""What stays from call to call: the workers. What does not: files."""
 import gc, os, sys, tempfile, time
 from pathlib import Path
-import numpy as np, psutil, pytest, torch
-from fastai.callback.core import Callback
+import psutil, pytest
 from fastddp.all import RankRaised
 from fastddp.launch.local import Local
 from fastddp.launch.engine import Job
@@ -127,58 +126,7 @@ def test_a_block_takes_its_folder_with_it():
     assert ours() == before
 
 
-# Objects that callbacks hold
-
-class Thing:
-    "An object of the user's own"
-    def __init__(self): self.values = [1, 2]
-
-
-class Holds(Callback):
-    "Holds things; none of them changes"
-    def __init__(self, things): self.__dict__.update(things)
-
-
-def helper(x): return x
-
-
-def closed_file():
-    with open(os.devnull) as f: return f
-
-
 # what it is -> the thing, given a learner
-KEPT = {'a list': lambda _: [1, 2], 'a dict': lambda _: {'a': 1}, 'a function': lambda _: helper,
-        'a class': lambda _: Thing,
-        'the learner': lambda learn: learn, 'the model': lambda learn: learn.model,
-        'a layer': lambda learn: learn.model[0],
-        'a parameter': lambda learn: learn.model[0].weight, 'a loader': lambda learn: learn.dls.valid,
-        'a dataset': lambda learn: learn.dls.train_ds, 'a metric': lambda learn: learn.metrics[0],
-        'the loss function': lambda learn: learn.loss_func, 'another callback': lambda learn: learn.recorder,
-        'an object': lambda _: Thing(), 'a part of a list': lambda _: Thing(), 'a set': lambda _: {1, 2},
-        'a tensor': lambda _: torch.ones(3), 'an array': lambda _: np.ones(3),
-        'a model of its own': lambda _: torch.nn.Linear(2, 2),
-        'a large model': lambda _: torch.nn.Linear(200, 200), 'a closed file': lambda _: closed_file(),
-        'a loader of its own': lambda learn: learn.dls.valid.new(bs=4)}
-
-
-@pytest.fixture(scope='module')
-def held():
-    "What a callback held before two fits and a validation, and what it holds after them"
-    learn = quiet()
-    before = {what: make(learn) for what, make in KEPT.items()}
-    learn.add_cb(cb := Holds(before | {'parts': [before['a part of a list']]}))
-    with learn.distrib_ctx(nprocs=2):
-        learn.fit(1)
-        learn.fit(1)
-        learn.validate()
-    return before, vars(cb) | {'a part of a list': cb.parts[0]}
-
-
-@pytest.mark.holds('Decisions', "What callbacks hold is the same object afterwards if it did not change")
-@pytest.mark.parametrize('what', KEPT)
-def test_what_did_not_change_is_the_same_object(what, held):
-    before, after = held
-    assert after[what] is before[what]
 
 
 def test_modules_may_be_imported_meanwhile():

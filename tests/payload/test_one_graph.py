@@ -1,23 +1,20 @@
 "Random graphs, which another interpreter changes: here they are then as after the same changes in one process"
 import collections, os, pathlib, subprocess, sys
-
 import pytest
-
-sys.path.insert(0, str(pathlib.Path(__file__).parent))
 import graphs
 from fastddp.payload.changes import apply, dump_changes
 from fastddp.payload.notes import Notes
 from fastddp.payload.pickling import dump, load
 from fastddp.payload.places import Places
 
-here = pathlib.Path(__file__).parent
+tests = pathlib.Path(__file__).parents[1]
 
 
 @pytest.fixture(scope='module')
 def other():
     "Another interpreter, with another hash seed"
-    path = os.pathsep.join([str(here), str(here.parent.parent), os.environ.get('PYTHONPATH', '')])
-    process = subprocess.Popen([sys.executable, here/'graphs.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
+    path = os.pathsep.join([str(tests), str(tests.parent), os.environ.get('PYTHONPATH', '')])
+    process = subprocess.Popen([sys.executable, tests/'graphs.py'], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
                                env=dict(os.environ, PYTHONHASHSEED='7', PYTHONPATH=path))
     def ask(*request):
         graphs.write(process.stdin, request)

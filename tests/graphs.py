@@ -1,12 +1,12 @@
 """Random graphs of objects, random changes of them, and whether two graphs are the same by `is`.
 
-Run as a program, this is the other process of test_one_graph.py: it loads graphs, changes them, and sends the changes.
+Run as a program, this is the other process of payload/test_one_graph.py: it loads graphs, changes them, and sends the changes.
 """
-import array, collections, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random, struct
-import sys, types, weakref
+import array, collections, copyreg, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random
+import re, struct, sys, types, weakref
 from dataclasses import dataclass, field
 
-import numpy as np, torch
+import numpy as np, pandas as pd, torch
 from torch import nn
 
 
@@ -187,30 +187,41 @@ def change(root, seed, m):
 
 
 def contents(o):
-    "Return `(what is compared by ==, what is compared as objects)`"
+    "Return `(what is compared by value, what is compared as objects)`"
     if isinstance(o, random.Random): return str(o.getstate()), []
     if isinstance(o, np.random.Generator): return str(o.bit_generator.state), []
     if isinstance(o, torch.Generator): return o.get_state().tolist(), []
+    if isinstance(o, io.IOBase) and o.closed: return None, []
     if isinstance(o, io.StringIO): return (o.getvalue(), o.tell()), []
     if isinstance(o, (itertools.count, array.array)): return repr(o), []
-    if isinstance(o, torch.Tensor): return (o.tolist(), o.requires_grad), [*vars(o).items()]
+    if isinstance(o, torch.Tensor):
+        grad = [('grad', o.grad)] if o.is_leaf else []
+        return (o.tolist(), o.requires_grad), [*vars(o).items(), *grad]
     if isinstance(o, np.ndarray) and o.dtype != object: return o.tolist(), []
     if isinstance(o, (np.ndarray, list, tuple, collections.deque)): return len(o), [*enumerate(o), *vars_of(o)]
+    if isinstance(o, nn.modules.module._WrappedHook): return None, [('hook', o.hook)]   # as torch pickles it
     if isinstance(o, dict):
+        is_of_hooks = all(isinstance(k, int) and callable(v) for k, v in o.items())     # with numbers of the process
+        if is_of_hooks: return len(o), [*enumerate(o.values())]
         pairs = [p for i, kv in enumerate(o.items()) for p in zip([('k', i), ('v', i)], kv)]
         return len(o), [*pairs, *vars_of(o)]
-    if isinstance(o, set): return sorted(map(str, map(type, o))), []
-    if isinstance(o, functools.partial): return None, [('args', o.args)]
-    if isinstance(o, types.MethodType): return None, [('self', o.__self__)]
+    if isinstance(o, (pd.DataFrame, pd.Series, pd.Index)): return o.to_numpy().tolist(), []
+    if isinstance(o, (set, frozenset)):
+        return sorted(repr(v) if is_atom(v) else type(v).__name__ for v in o), []
+    if isinstance(o, functools.partial): return None, [('func', o.func), ('args', o.args), ('kwargs', o.keywords)]
+    if isinstance(o, types.MethodType): return o.__name__, [('self', o.__self__)]
     if isinstance(o, types.BuiltinFunctionType):
         return o.__name__, [] if isinstance(o.__self__, types.ModuleType) else [('self', o.__self__)]
     if isinstance(o, types.FunctionType):
-        return o.__name__, [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
+        cells = [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
+        return o.__name__, [*cells, ('defaults', o.__defaults__), ('by name', o.__kwdefaults__), *vars_of(o)]
     if isinstance(o, weakref.ref): return None, [('to', o())]
-    if isinstance(o, type): return o.__name__, []
-    if isinstance(o, Slots): return None, [(k, getattr(o, k)) for k in 'ab' if hasattr(o, k)]
-    if hasattr(o, '__dict__') and not isinstance(o, enum.Enum): return type(o).__name__, vars_of(o)
-    return repr(o), []
+    if isinstance(o, (type, types.ModuleType)): return o.__name__, []
+    if isinstance(o, enum.Enum): return repr(o), []
+    slots = [(k, getattr(o, k)) for k in copyreg._slotnames(type(o)) if hasattr(o, k)]
+    if slots or hasattr(o, '__dict__'): return type(o).__name__, [*slots, *vars_of(o)]
+    # locks and iterators say where they lie
+    return re.sub(' at 0x[0-9a-f]+', '', repr(o)), []
 
 
 def vars_of(o):
@@ -221,27 +232,62 @@ def vars_of(o):
 def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), *_VALUES))
 
 
-def differs(a, b):
-    "Return where two graphs differ, None if they are the same: each object here stands for one there"
+def is_made_anew(o):
+    "True for what Python or a fit makes whenever it is asked for it, so that `is` says nothing of it"
+    return isinstance(o, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial))
+
+
+def kind(o):
+    "What an object has to be on both sides: the class, by its name, since two learners may each have made one"
+    return 'closed file' if isinstance(o, io.IOBase) and o.closed else type(o).__qualname__
+
+
+def alike(x, y, tol):
+    "True if two values are equal; numbers may differ by `tol`, or this part of them"
+    if isinstance(x, float) and isinstance(y, float):
+        return x == y or x != x and y != y or abs(x-y) <= tol*max(1, abs(x))
+    if not isinstance(x, (list, tuple)): return x == y
+    return len(x) == len(y) and all(alike(a, b, tol) for a, b in zip(x, y))
+
+
+def places(root):
+    "Return where each object was found first, by its id, and the objects, which keep their ids as long as they live"
+    found, todo, keep = {}, [('', root)], []
+    while todo:
+        path, o = todo.pop()
+        if is_atom(o) or id(o) in found: continue
+        found[id(o)] = path
+        inner = contents(o)[1]
+        keep.append((o, inner))
+        todo += [(f'{path}/{k}', v) for k, v in inner]
+    return found, keep
+
+
+def differs(a, b, before=({}, {}), tol=0, skip=()):
+    """Return where two graphs differ, None if they are the same: each object here stands for one there. `before`: the
+    places of objects in either graph at the start; what was there at one place is now there in both, or in neither.
+    Attributes in `skip` aren't looked at."""
     pairs, todo, keep = {}, [('', a, b)], []
     while todo:
         path, a, b = todo.pop()
-        if type(a) is not type(b): return f'{path}: {type(a).__name__} for {type(b).__name__}'
+        if kind(a) != kind(b): return f'{path}: {kind(a)} for {kind(b)}'
         if is_atom(a):
-            if a != b: return f'{path}: {a!r} for {b!r}'
+            if not alike(a, b, tol): return f'{path}: {a!r} for {b!r}'
             continue
-        is_made_anew = isinstance(a, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial))
         is_known, is_other = id(a) in pairs, pairs.get(id(a), id(b)) != id(b)
-        is_half = not is_made_anew and is_known != (('b', id(b)) in pairs)
+        is_half = not is_made_anew(a) and is_known != (('b', id(b)) in pairs)
         if is_known and is_other or is_half: return f'{path}: another object'
         if id(a) in pairs: continue
         pairs[id(a)], pairs['b', id(b)] = id(b), id(a)
-        keep.append((a, b))
-        (x, inner), (y, others) = contents(a), contents(b)
-        keep += inner, others
-        if x != y: return f'{path}: {str(x)[:90]} for {str(y)[:90]}'
+        was, was_there = before[0].get(id(a)), before[1].get(id(b))
+        if was != was_there and not is_made_anew(a):
+            return f'{path}: was {was or "not there"}, for {was_there or "not there"}'
+        (x, inner), (y, others) = ((v, [kv for kv in kvs if kv[0] not in skip]) for v, kvs in (contents(a), contents(b)))
+        keep += (a, b), inner, others
+        if not alike(x, y, tol): return f'{path}: {str(x)[:90]} for {str(y)[:90]}'
         names, other_names = [k for k, _ in inner], [k for k, _ in others]
-        if names != other_names: return f'{path}: {names} for {other_names}'
+        only, only_there = ([k for k in x if k not in y] for x, y in ((names, other_names), (other_names, names)))
+        if names != other_names: return f'{path}: {only or "less"} for {only_there or "less"}'
         todo += [(f'{path}/{k}', v, w) for (k, v), (_, w) in zip(inner, others)]
 
 
