@@ -333,11 +333,11 @@ def test_cancelled(how):
 
 
 def test_failure_says_so():
-    class Bad(Callback):
-        def after_pred(self): raise RuntimeError('no such thing')
+    def bad(pred, y): raise RuntimeError('no such thing')
     learn = make_learner()
+    learn.metrics = bad
     before = [p.clone() for p in learn.model.parameters()]
-    with pytest.raises(RankRaised, match='no such thing') as e: learn.distrib_validate(nprocs=2, cbs=Bad())
+    with pytest.raises(RankRaised, match='no such thing') as e: learn.distrib_validate(nprocs=2)
     assert 'learn is unchanged.' in str(e.value)
     same(before, list(map(lambda p: p.detach(), learn.model.parameters())))
 

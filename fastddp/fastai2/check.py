@@ -39,6 +39,7 @@ class Row(NamedTuple):
     what:str        # What was compared
     largest:float   # The largest difference, relative to size; infinite: nothing can be said of it
     tolerance:float # Up to here, a difference counts as rounding
+    step:int=0      # The first one that differs; a later one may differ for that reason
     @property
     def same(self): return self.largest <= self.tolerance
     def text(self):
@@ -57,6 +58,8 @@ _WHY = dict(
     weights="a callback changes weights by what a worker sees",
     validation="a buffer that a forward pass changes is rank 0's")
 
+_OF_STEPS = 'batches','losses','gradients'
+
 class Answer(Shown, list):
     "The `Row`s of a check; `same` if all of them are. It shows the verdict, and below it the rows"
     loss = ''       # How the losses of workers make that of the batch, in words
@@ -69,7 +72,7 @@ class Answer(Shown, list):
         "A sentence or two: whether the answers are the same, and if not, what differs first"
         names = ', '.join(self.removed)
         if self.same: return f"Same, apart from {names}." if names else "Same."
-        first = next(r for r in self if not r.same)
+        first = min((r for r in self if not r.same), key=lambda r: r.step)
         also = names and f', also without {names}'
         if not self.in_float64:
             return (f"Not the same{also}, in float32. The learner doesn't train in float64, so "
@@ -94,7 +97,7 @@ class NoteSteps(Callback):
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses = []        # a number for each step
-        self.grads = []         # `[sum, norm]` for each parameter in each step
+        self.grads = []         # for each step `[sum, norm]` of each parameter's gradient
         # the sums of each step's batch; until the end of training, of this rank's own items only
         self.batches = torch.zeros(self.steps, 3, dtype=torch.float64)
     def before_batch(self):
@@ -102,9 +105,9 @@ class NoteSteps(Callback):
         part = part_of(self.learn, None, *self.yb, more=self.xb)
         for t in tensors_in(part.counted()): self.batches[self.iter] += _sums(t.double())
     def after_backward(self):
-        for p in self.model.parameters():
-            grad = torch.zeros(1) if p.grad is None else p.grad.double()
-            self.grads.append([grad.sum().item(), grad.norm().item()])
+        grads = [torch.zeros(1) if p.grad is None else p.grad.double()
+                 for p in self.model.parameters()]
+        self.grads.append([[g.sum().item(), g.norm().item()] for g in grads])
     def after_batch(self):
         self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
@@ -149,8 +152,13 @@ def _compare(learn, steps, tol,
             if in_float64: _use_float64(o)
         many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
     tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
-    res = Answer(Row(k, _difference(many[k], one[k], each=k in ('batches','validation')), tolerance)
-                 for k,tolerance in tolerances.items())
+    def row(k, tolerance):
+        each = k in ('batches','validation')
+        # weights and the validation are those of the end
+        pairs = [*zip(many[k], one[k])] if k in _OF_STEPS else []
+        differ = (i for i,(a,b) in enumerate(pairs) if _difference(a, b, each) > tolerance)
+        return Row(k, _difference(many[k], one[k], each), tolerance, next(differ, steps))
+    res = Answer(row(k, tolerance) for k,tolerance in tolerances.items())
     res.loss = on_workers.distrib_report.ranks[0]['loss']
     res.removed,res.in_float64 = [*removed],in_float64
     return res

@@ -43,7 +43,7 @@ def test_predictions_write_too_and_the_next_call_sees_it(cell, two):
         n = len(outputs)
         outputs.append('mine')
         learn.validate()
-    assert n == len(learn.dls.valid) and outputs[n] == 'mine' and len(outputs) == 2*n+1 and len(cell['rated']) == n
+    assert n == len(learn.dls.valid) and outputs[n] == 'mine' and len(outputs) == 2*n+1 and len(cell['rated']) == 2*n
 
 
 def test_in_process_the_notebooks_classes_stay_its_own(cell):
