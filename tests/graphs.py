@@ -1,6 +1,7 @@
 """Random graphs of objects, random changes of them, and whether two graphs are the same by `is`.
 
-Run as a program, this is the other process of payload/test_one_graph.py: it loads graphs, changes them, and sends the changes.
+Run as a program, this is the other process of payload/test_one_graph.py: it loads graphs, changes them, and sends the
+changes.
 """
 import array, collections, copyreg, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random
 import re, struct, sys, types, weakref
@@ -282,7 +283,8 @@ def differs(a, b, before=({}, {}), tol=0, skip=()):
         was, was_there = before[0].get(id(a)), before[1].get(id(b))
         if was != was_there and not is_made_anew(a):
             return f'{path}: was {was or "not there"}, for {was_there or "not there"}'
-        (x, inner), (y, others) = ((v, [kv for kv in kvs if kv[0] not in skip]) for v, kvs in (contents(a), contents(b)))
+        (x, inner), (y, others) = contents(a), contents(b)
+        inner, others = ([kv for kv in kvs if kv[0] not in skip] for kvs in (inner, others))
         keep += (a, b), inner, others
         if not alike(x, y, tol): return f'{path}: {str(x)[:90]} for {str(y)[:90]}'
         names, other_names = [k for k, _ in inner], [k for k, _ in others]

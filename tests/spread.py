@@ -48,9 +48,9 @@ def left_out(items, name, choose):
 # siblings of one promise. All of them run in `make test-full`
 ONE_IN = {
     2: '''payload/test_shapes same_answer/test_as_reported same_answer/test_on_device same_answer/test_step
-    same_answer/test_losses same_answer/test_door comes_back/test_settings comes_back/test_comes_back comes_back/test_objects
-    comes_back/test_around_a_fit faults/test_hangs faults/test_faults test_interrupt test_start test_scripts
-    test_factories output/test_lines apps/test_tabular''',
+    same_answer/test_losses same_answer/test_door comes_back/test_settings comes_back/test_comes_back
+    comes_back/test_objects comes_back/test_around_a_fit faults/test_hangs faults/test_faults test_interrupt
+    test_start test_scripts test_factories output/test_lines apps/test_tabular''',
     3: '''launch/test_background launch/test_caller launch/test_ranch apps/test_callbacks faults/test_bad_minute
     test_inference same_answer/test_check same_answer/test_decisions same_answer/test_drift
     same_answer/test_inside_a_fit same_answer/test_lock_step same_answer/test_metrics same_answer/test_parity

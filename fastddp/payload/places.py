@@ -48,7 +48,12 @@ def members(o, left_out=frozenset()):
 # %% ../../nbs/payload/107_places.ipynb #98f292de
 _STORES = {'STORE_GLOBAL','DELETE_GLOBAL','STORE_ATTR','DELETE_ATTR'}
 _STORING = {'setattr','delattr','globals','vars','exec','eval'}     # functions that do the same
+# Python's own methods, such as `append` of a list, belong to no library
 _FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial
+
+def attrs_of(o): return getattr(o, '__dict__', {})
+
+def _class_of(o): return o if isinstance(o, type) else type(o)
 
 def _codes(code):
     "Yield a code object, and those of the functions that are made in it"
@@ -65,15 +70,19 @@ def _variable_set(f):
 
 def could_change(f):
     """Return the name of what a call of `f` could change and keep; None if there is nothing. What a
-    library's function or object does isn't looked at"""
+    library's function or object keeps isn't looked at, but functions that it calls are"""
     if not isinstance(f, _FUNCTIONS) and not is_own(type(f)): return None
-    todo,seen = [(getattr(f, '__name__', type(f).__name__), f)],{}
+    owner = getattr(f, '__self__', None if isinstance(f, types.FunctionType) else f)
+    todo,seen = [(f.__name__ if owner is None else _class_of(owner).__name__, f)],{}
     while todo:
         name,o = todo.pop()
         if id(o) in seen: continue
         seen[id(o)] = o
         if isinstance(o, partial):
             todo += [(name, v) for v in (o.func, *o.args, *o.keywords.values())]
+            continue
+        if isinstance(o, types.MethodType) and not is_own(_class_of(o.__self__)):
+            todo += [(name, v) for v in attrs_of(o.__self__).values() if isinstance(v, _FUNCTIONS)]
             continue
         k = kind(o)
         if k not in (None,FUNCTION,CELL,CLASS,CONSTANT): return name
@@ -88,8 +97,6 @@ def could_change(f):
 # Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them,
 # and the containers of their items
 _SETS,_LISTS,_ITEMS = ('dataset',), ('tls','datasets'), ('items','source','coll','chunks')
-
-def attrs_of(o): return getattr(o, '__dict__', {})
 
 def parts_of_data(loaders):
     """Return the loaders with the data sets that they hold, and the containers of the items of
