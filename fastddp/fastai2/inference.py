@@ -22,6 +22,7 @@ from .loaders import (
     dl_state, follow_original, is_lm, plan, rows_are_streams, set_dl_state, undivided)
 from ..launch.training import has_kind
 from ..payload.places import could_change
+from ..shard.loss import loss_name
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/722_inference.ipynb #0d0195c9
@@ -79,7 +80,9 @@ def why_all(learn):
 
 def functions_of_batches(learn):
     "Yield `(name, function)` for what is called in each batch of a validation, but for callbacks"
-    yield from ((m.name, m.func) for m in metrics_of(learn) if isinstance(m, AvgMetric))
+    # fastai's `LossMetric` has none
+    funcs = [m.func for m in metrics_of(learn) if isinstance(m, AvgMetric) and hasattr(m, 'func')]
+    yield from ((loss_name(f), f) for f in funcs)
     for k,module in learn.model.named_modules():
         for f in [*module._forward_pre_hooks.values(), *module._forward_hooks.values()]:
             yield f"a hook of model{k and '.'}{k}",f
