@@ -202,11 +202,11 @@ def contents(o):
     if isinstance(o, (np.ndarray, list, tuple, collections.deque)): return len(o), [*enumerate(o), *vars_of(o)]
     if isinstance(o, nn.modules.module._WrappedHook): return None, [('hook', o.hook)]   # as torch pickles it
     if isinstance(o, dict):
-        is_of_hooks = all(isinstance(k, int) and callable(v) for k, v in o.items())     # with numbers of the process
-        if is_of_hooks: return len(o), [*enumerate(o.values())]
+        # hooks have numbers of the process
+        if o and all(isinstance(k, int) and callable(v) for k, v in o.items()): return len(o), [*enumerate(o.values())]
         pairs = [p for i, kv in enumerate(o.items()) for p in zip([('k', i), ('v', i)], kv)]
         return len(o), [*pairs, *vars_of(o)]
-    if isinstance(o, (pd.DataFrame, pd.Series, pd.Index)): return o.to_numpy().tolist(), []
+    if isinstance(o, (pd.DataFrame, pd.Series)): return [str(o.dtypes), str(o.index), o.to_numpy().tolist()], []
     if isinstance(o, (set, frozenset)):
         return sorted(repr(v) if is_atom(v) else type(v).__name__ for v in o), []
     if isinstance(o, functools.partial): return None, [('func', o.func), ('args', o.args), ('kwargs', o.keywords)]

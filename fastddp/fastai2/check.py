@@ -58,8 +58,6 @@ _WHY = dict(
     weights="a callback changes weights by what a worker sees",
     validation="a buffer that a forward pass changes is rank 0's")
 
-_OF_STEPS = 'batches','losses','gradients'
-
 class Answer(Shown, list):
     "The `Row`s of a check; `same` if all of them are. It shows the verdict, and below it the rows"
     loss = ''       # How the losses of workers make that of the batch, in words
@@ -97,7 +95,7 @@ class NoteSteps(Callback):
     def __init__(self, steps): self.steps = steps
     def before_fit(self):
         self.losses = []        # a number for each step
-        self.grads = []         # for each step `[sum, norm]` of each parameter's gradient
+        self.grads = []         # `[sum, norm]` for each parameter in each step
         # the sums of each step's batch; until the end of training, of this rank's own items only
         self.batches = torch.zeros(self.steps, 3, dtype=torch.float64)
     def before_batch(self):
@@ -105,28 +103,28 @@ class NoteSteps(Callback):
         part = part_of(self.learn, None, *self.yb, more=self.xb)
         for t in tensors_in(part.counted()): self.batches[self.iter] += _sums(t.double())
     def after_backward(self):
-        grads = [torch.zeros(1) if p.grad is None else p.grad.double()
-                 for p in self.model.parameters()]
-        self.grads.append([[g.sum().item(), g.norm().item()] for g in grads])
+        for p in self.model.parameters():
+            grad = torch.zeros(1) if p.grad is None else p.grad.double()
+            self.grads.append([grad.sum().item(), grad.norm().item()])
     def after_batch(self):
         self.losses.append(float(self.loss.detach()))
         if self.iter+1 == self.steps: raise CancelTrainException()
     def after_train(self): group.sum_(self.batches)
 
 # %% ../../nbs/fastai2/731_check.ipynb #568b58bd
-def _difference(a, b, # Numbers, or nested lists of numbers
-           each=False # Relative to each number, instead of to the largest one
+def _differences(a, b, # Numbers, or nested lists of numbers
+                 each=False # Relative to each number, instead of to the largest one
 ):
-    "Return the largest difference of two numbers in the same position, relative to their size."
+    """Return the differences of two numbers in the same position, relative to their size. Infinite
+    where nothing can be said: NaNs and infinite numbers must be in the same positions"""
     a,b = (torch.as_tensor(o, dtype=torch.float64) for o in (a,b))
-    if a.shape != b.shape: return float('inf')
-    # NaNs and infinite numbers must be in the same positions; all others are compared
+    if a.shape != b.shape: return torch.tensor([float('inf')])
     differ = (a != b) & ~(a.isnan() & b.isnan())
-    if not differ.any(): return 0.
-    if not (a[differ]-b[differ]).isfinite().all(): return float('inf')
+    if not differ.any(): return torch.zeros_like(a)
     size = torch.maximum(a.abs(), b.abs())
-    size = size[differ].clamp(min=1e-3) if each else size[size.isfinite()].max()
-    return ((a[differ]-b[differ]).abs()/size).max().item()
+    size = size.clamp(min=1e-3) if each else size.nan_to_num(posinf=0.).max()
+    inf = float('inf')
+    return torch.where(differ, (a-b).abs()/size, 0.).nan_to_num(nan=inf, posinf=inf)
 
 # %% ../../nbs/fastai2/731_check.ipynb #bea8b6ca
 def _found(learn,
@@ -153,11 +151,12 @@ def _compare(learn, steps, tol,
         many,one = map(_found, copies, _train_both(on_workers, in_one, steps, options))
     tolerances = dict(batches=1e-5, losses=tol, gradients=tol*10, weights=tol, validation=tol*10)
     def row(k, tolerance):
-        each = k in ('batches','validation')
-        # weights and the validation are those of the end
-        pairs = [*zip(many[k], one[k])] if k in _OF_STEPS else []
-        differ = (i for i,(a,b) in enumerate(pairs) if _difference(a, b, each) > tolerance)
-        return Row(k, _difference(many[k], one[k], each), tolerance, next(differ, steps))
+        found = _differences(many[k], one[k], each=k in ('batches','validation'))
+        differ = (found > tolerance).nonzero()[:,0].tolist()
+        # each step has as many entries; weights and the validation are those of the end
+        is_of_step = differ and k in ('batches','losses','gradients')
+        step = differ[0]*steps//len(found) if is_of_step else steps
+        return Row(k, found.max().item() if found.numel() else 0., tolerance, step)
     res = Answer(row(k, tolerance) for k,tolerance in tolerances.items())
     res.loss = on_workers.distrib_report.ranks[0]['loss']
     res.removed,res.in_float64 = [*removed],in_float64

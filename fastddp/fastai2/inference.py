@@ -75,7 +75,8 @@ def why_all(learn):
                 "the metric.")
     for name,f in functions_of_batches(learn):
         if (what := could_change(f)) is not None:
-            return f"{name} could change `{what}`. Faster: without that."
+            return (f"{name} could change `{what}`. Faster: a function that reaches only numbers, "
+                    "texts and functions.")
     return ''
 
 def functions_of_batches(learn):

@@ -14,7 +14,7 @@ import cloudpickle
 
 from .kinds import (
     CELL, CLASS, CONSTANT, DICT, FUNCTION, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
-    are_values, attributes, is_own, kind)
+    are_values, attributes, is_own, is_value, kind)
 from .columns import holds_any, is_long
 from .own import is_own_module
 from .reducers import made_of
@@ -71,27 +71,28 @@ def _variable_set(f):
 def could_change(f):
     """Return the name of what a call of `f` could change and keep; None if there is nothing. What a
     library's function or object keeps isn't looked at, but functions that it calls are"""
-    if not isinstance(f, _FUNCTIONS) and not is_own(type(f)): return None
-    owner = getattr(f, '__self__', None if isinstance(f, types.FunctionType) else f)
-    todo,seen = [(f.__name__ if owner is None else _class_of(owner).__name__, f)],{}
+    is_function = isinstance(f, (types.FunctionType,types.BuiltinFunctionType))
+    owner = getattr(f, '__self__', f)
+    todo,seen = [(f.__name__ if owner is f and is_function else _class_of(owner).__name__, f)],{}
     while todo:
         name,o = todo.pop()
-        if id(o) in seen: continue
+        if id(o) in seen or is_value(o): continue
         seen[id(o)] = o
+        is_object = isinstance(o, types.MethodType) or o is f and not is_function
+        owner = getattr(o, '__self__', o)
         if isinstance(o, partial):
             todo += [(name, v) for v in (o.func, *o.args, *o.keywords.values())]
-            continue
-        if isinstance(o, types.MethodType) and not is_own(_class_of(o.__self__)):
-            todo += [(name, v) for v in attrs_of(o.__self__).values() if isinstance(v, _FUNCTIONS)]
-            continue
-        k = kind(o)
-        if k not in (None,FUNCTION,CELL,CLASS,CONSTANT): return name
-        if k is FUNCTION and is_own(o) and (found := _variable_set(o)): return found
-        for key,v in members(o) if k else ():
+        elif is_object and not is_own(_class_of(owner)):
+            todo += [(name, v) for v in attrs_of(owner).values() if isinstance(v, _FUNCTIONS)]
+        elif (k := kind(o)) is None:
+            # a library's function, class or module; a logger or an iterator isn't
+            if not callable(o) and not isinstance(o, types.ModuleType): return name
+        elif k not in (FUNCTION,CELL,CLASS,CONSTANT): return name
+        elif k is FUNCTION and is_own(o) and (found := _variable_set(o)): return found
+        else:
             # the module of a function has more than the function uses
-            if key == 'module': continue
-            is_named = type(key) is tuple and key[0] in ('global','variable')
-            todo.append((key[1] if is_named else name, v))
+            todo += [(key[1] if type(key) is tuple and key[0] in ('global','variable') else name, v)
+                     for key,v in members(o) if key != 'module']
 
 # %% ../../nbs/payload/107_places.ipynb #4ad6ca96
 # Attributes under which loaders and data sets of torch and fastai hold data sets, lists of them,

@@ -1,7 +1,7 @@
 """After fits on workers all that can be reached from the learner is as after fits in one process: each object is the
 notebook's own if it is there, with what the fits wrote (tests/cases/held.py)."""
 import sys
-import pytest, torch
+import pytest
 from cases.held import HELD
 from graphs import differs, places
 from parity import seed, warm
