@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/720_callbacks.ipynb #6cd40864
 from contextlib import contextmanager, nullcontext
+from functools import partial
 
 from fastcore.basics import store_attr
 
@@ -146,9 +147,10 @@ def opt_from_rank0(learn):
 class SameModel(OurCallback):
     """Gives all ranks the same buffers and weights. Its collectives, in order:
 
-        after_train     `sync_buffers`, then `_sync_weights`
-        finish_fit      the last meeting of the fit. Then the average of gradients, if some rank has
-                        any; and `_sync_weights`, if a training phase was cut off
+        after_train     `sync_buffers`, then `_sync_weights`. A vote, and the average of gradients
+                        that no step used, if some rank has any
+        finish_fit      the last meeting of the fit, and again that average. `_sync_weights`, if a
+                        training phase was cut off
         _sync_weights   compares weights. If they differ, ranks get those of rank 0, and the state
                         of its optimizer
 
@@ -159,27 +161,30 @@ class SameModel(OurCallback):
     order = _FIRST+3
     # True on all ranks, from the beginning of a training phase until weights are compared
     weights_may_differ = False
-    # True if `finish_fit` found gradients on some rank that no step had used
-    has_unused_grads = False
+    # What is sent of gradients, as of `dump_changes`. 'all': some rank has such that no step used
+    grads = 'zeros'
     def __init__(self,
         together,  # The fit's `Together`
         average_bn # Average the running statistics of batch norm
     ):
         store_attr()
         self.same_weights = SameWeights()
-    def before_train(self): self.weights_may_differ = True
+    def before_train(self): self.weights_may_differ,self.grads = True,'zeros'
     def after_train(self):
         sync_buffers(self.model, self.average_bn)
         self._sync_weights()
+        self._average_unused(partial(self.together.vote, 'unused'))
     def finish_fit(self):
         """Average gradients that no step used, and compare the weights of an epoch that was cut
         off. `as_one_process` calls it on every rank, after fastai's `fit`"""
+        meet = partial(self.together.meet_last, uncompared=self.weights_may_differ)
+        if self._average_unused(meet).sum('uncompared'): self._sync_weights()
+    def _average_unused(self, meet):
         params = [p for _,p in named_params(self.learn)]
-        has_grads = have_values([p.grad for p in params if p.grad is not None])
-        result = self.together.meet_last(grads=has_grads, uncompared=self.weights_may_differ)
-        self.has_unused_grads = result.sum('grads') > 0
-        if self.has_unused_grads: average_grads(params)
-        if result.sum('uncompared'): self._sync_weights()
+        votes = meet(grads=have_values([p.grad for p in params if p.grad is not None]))
+        self.grads = 'all' if votes.sum('grads') else 'zeros'
+        if self.grads == 'all': average_grads(params)
+        return votes
     def _sync_weights(self):
         "Compare weights; if they differ, all ranks take rank 0's, and its optimizer's state"
         self.weights_may_differ = False

@@ -253,7 +253,7 @@ def fit_job(ctx, obj):
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, fit)):
         changes.fit = fit
-        keep = partial(changes.send, 'epoch', ended=False)
+        def keep(): changes.send('epoch', ended=False, grads=fit.same_model.grads)
         ours = [noted, EndOfAll(noted, keep)]
         if call['resumed'] is not None:
             resume = ResumeFit(learn, sent_cbs, call['resumed'])
@@ -266,9 +266,7 @@ def fit_job(ctx, obj):
                         partial(run_fit, learn, learn._with_events, f, ex, final, ours))
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
-    # the last meeting has set `has_unused_grads`
-    grads = 'all' if fit.same_model.has_unused_grads else 'zeros'
-    changes.send('cut' if interrupted else 'state', grads=grads)
+    changes.send('cut' if interrupted else 'state', grads=fit.same_model.grads)
     return noted.progress.result(interrupted, report=numbers_of(learn, fit))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf

@@ -8,8 +8,8 @@ __all__ = []
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import pickle, types
 from contextlib import ExitStack, contextmanager
+from collections import Counter, OrderedDict, defaultdict
 from itertools import zip_longest
-from collections import Counter, defaultdict
 from typing import NamedTuple
 
 import torch
@@ -20,6 +20,7 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastcore.basics import noop
 from torch.amp import GradScaler
+from torch.utils.hooks import RemovableHandle
 from torch.utils.data import DataLoader as TorchLoader
 
 from ..base.device import device_of, is_accelerator
@@ -35,7 +36,7 @@ from ..payload.kinds import attributes, per_class
 from ..payload.notes import LEFT_OUT, Kept, Notes
 from ..payload.pickling import Payload, deep_copy, dump, load
 from ..payload.places import Places
-from ..payload.reducers import is_handle, reduces
+from ..payload.reducers import is_handle, number_hooks_from, reduces
 from ..payload.sending import dump_snapshot
 from ..payload.settings import Settings
 from ..payload.state import (
@@ -388,12 +389,12 @@ def _metrics_of(saved, learn,
 ):
     """Inside, `learn` has metrics like those of the learner `saved`: its own, and those of `saved`
     in the place of those that were mended or exchanged since. Afterwards it has its own again"""
-    own = learn.metrics
+    own = learn._metrics
     rows = zip_longest(own, saved.metrics, were or ())
     learn.metrics = [a if (a is was if were else _is_alike_metric(a, b)) else b
                      for a,b,was in rows if b is not None]
     try: yield
-    finally: learn.metrics = own
+    finally: learn._metrics = own       # the very list
 
 def _is_alike_metric(a, b):
     "True for metrics of one class, and of functions with the same code"
@@ -460,14 +461,15 @@ class SavedGraph(NamedTuple):
         vars(saved).update(path=learn.path, model_dir=learn.model_dir)
         with _callbacks_of(saved, learn), _metrics_of(saved, learn, metrics):
             own,theirs = [Places(o).find(edges) for o in (root_of(learn), obj['root'])]
-            rng = obj['rng']
+            rng,hooks = obj['rng'],_hook_numbers(theirs, own)
             if self.changes is not None:
                 came = whole_storages(*self.changes, theirs.objects).values()
                 if not {*obj['blank']} <= {*came}:
                     raise CantDistribute("This checkpoint can't be resumed: the memory of some "
                                          "tensors isn't in it. distrib_load() reads its weights.")
                 rng = apply_changes(*self.changes, theirs, device).extra['rng']
-                theirs.find(edges)
+            edges = _number_hooks(theirs.find(edges), hooks)
+            for places in own,theirs: places.find(edges)
             # what one of them lacks, such as the state of an optimizer that hasn't trained, is
             # a part of its holder
             theirs.without([o for i,o in theirs.objects.items() if not _is_alike(i, theirs, own)])
@@ -483,5 +485,36 @@ class SavedGraph(NamedTuple):
 def _is_alike(i, a, b):
     "True if both graphs have the object number `i` of the first one, of the same class"
     if i not in b.objects: return False
-    cls,other = type(a.objects[i]),type(b.objects[i])
-    return cls is other or a.numbers.get(id(cls), cls) == b.numbers.get(id(other), other)
+    classes = [type(o.objects[i]) for o in (a, b)]
+    # a cell may have defined it anew; parametrizations make one for each layer
+    return classes[0] is classes[1] or len({(o.__module__, o.__qualname__) for o in classes}) == 1
+
+def _dicts_of_hooks(places):
+    "Return `{number: dict}` of what torch keeps hooks in, by numbers of the process"
+    found = {j:places.objects.get(j) for edges in places.edges.values() for name,j in edges
+             if type(name) is str and name.endswith('_hooks')}
+    return {j:o for j,o in found.items() if type(o) is OrderedDict}
+
+def _number_hooks(places, numbers):
+    "Give hooks these numbers. Return the places by which they are found then, for `Places.find`"
+    edges,dicts = dict(places.edges),_dicts_of_hooks(places)
+    added = {k for hooks in dicts.values() for k in hooks if k not in numbers}      # by the fit
+    next_id = RemovableHandle.next_id
+    number_hooks_from(next_id+len(added))
+    numbers = numbers | dict(zip(added, range(next_id, next_id+len(added))))
+    for j,hooks in dicts.items():
+        found = {numbers[k]:f for k,f in hooks.items()}
+        hooks.clear()
+        hooks.update(found)
+        edges[j] = [((name[0], numbers.get(name[1], name[1])) if type(name) is tuple else name, i)
+                    for name,i in edges.get(j, ())]
+    for o in places.objects.values():
+        if isinstance(o, RemovableHandle): o.id = numbers.get(o.id, o.id)
+    return edges,places.closed
+
+def _hook_numbers(saved, own):
+    "Return `{number of a hook in a saved graph: its number here}`, by their order"
+    here,res = _dicts_of_hooks(own),{}
+    for j,hooks in _dicts_of_hooks(saved).items():
+        if len(hooks) == len(here.get(j, ())): res |= zip(hooks, here[j])
+    return res

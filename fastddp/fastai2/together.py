@@ -50,7 +50,7 @@ _OTHER_PLACES = dict(
     order="the beginning of the batches",
     begin_pass="a backward pass", end_pass="the end of a backward pass",
     share_loss="the loss of a batch", gather="the loss function", load="learn.load",
-    end_loop="the end of the batches", leave="the end of the call", end="the end of the call")
+    end_loop="the end of the batches", unused="the end of training", leave="the end of the call", end="the end of the call")
 _PLACES = (*BATCH_EVENTS, *EPOCH_EVENTS, *_OTHER_PLACES)
 
 def bits_of(events):
@@ -73,7 +73,7 @@ FIELDS = (
     'checksum',
     'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
-    'grads')            # end: 1: it has gradients that no step used
+    'grads')            # unused, end: 1: it has gradients that no step used
 _FIRST_FIELDS = 'place','epoch','batch','wish','events','stop',*Spent._fields
 
 class Ballot(namedtuple('_Ballot', _FIRST_FIELDS+FIELDS, defaults=[0.]*len(_FIRST_FIELDS+FIELDS))):

@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/payload/105_kinds.ipynb #50ea6661
 import copyreg, ctypes, datetime, decimal, enum, fractions, functools
 import hashlib, operator, pathlib, re, sys, types, uuid, weakref
+from array import array
 from collections import OrderedDict, defaultdict, deque
 from itertools import chain
 
@@ -320,6 +321,13 @@ class Array(Whole):
 
 def _attributes_of_subclass(o, *plain): return None if type(o) in plain else attributes(o)
 
+class Memory(Whole):
+    "A bytearray, or an array of Python's"
+    def items(self, o): return o[:], _attributes_of_subclass(o, bytearray, array)
+    def fill(self, o, new):
+        o[:],attrs = new
+        if attrs: vars(o).update(attrs)
+
 class Held(list):
     "Objects; equal to a list of the very same ones"
     def __eq__(self, o): return len(self) == len(o) and all(map(operator.is_, self, o))
@@ -387,7 +395,7 @@ def _reduced(o):
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE = Class(),Module()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
-TENSOR,ARRAY = Tensor(),Array()
+TENSOR,ARRAY,MEMORY = Tensor(),Array(),Memory()
 TABLE,INDEX,STATE = Table(),Index(),State()
 CONSTANT,OPAQUE = Constant(),Opaque()
 
@@ -400,7 +408,8 @@ _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.Coroutin
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
            torch.jit.ScriptModule, torch.jit.ScriptFunction, Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, dict), (SET, set),
-             (SEQUENCE, (list,deque)), (STATE, _GENERATORS), (OPAQUE, _WEAK))
+             (SEQUENCE, (list,deque)), (MEMORY, (bytearray,array)), (STATE, _GENERATORS),
+             (OPAQUE, _WEAK))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 def kind(o):

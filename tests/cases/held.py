@@ -21,6 +21,7 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.data import DataLoader as TorchLoader, Sampler, Subset, TensorDataset, WeightedRandomSampler
 from cases import holds
+from cases.objects import Changing, LARGE, SMALL
 from losses import Scaled
 from parity import items, learner, loaders, mlp
 
@@ -73,6 +74,17 @@ class Reports(Callback):
 
 @held
 def deep_in_a_callback(): return learner(cbs=Reports())
+
+
+class Changes(Callback):
+    "Changes many objects in place, on each rank alike"
+    def __init__(self, names): self.all = Changing(names)
+    def after_epoch(self): self.all.change()
+
+
+holds('Decisions', "Whatever is changed in place, of any kind and size, is bit by bit worker 0's")
+for name, kinds in ('small', SMALL), ('large', LARGE):
+    add(f'{name} objects of any kind', lambda kinds=kinds: learner(train=16, valid=4, cbs=Changes(kinds)))
 
 
 class Renews(Callback):

@@ -1,20 +1,30 @@
 """After fits on workers all that can be reached from the learner is as after fits in one process: each object is the
 notebook's own if it is there, with what the fits wrote (tests/cases/held.py)."""
-import sys
+import contextlib, sys
+from pathlib import Path
 import pytest
 from cases.held import HELD
+from faults import OneFault
 from graphs import differs, places
 from parity import seed, warm
+from fastddp.all import RankRaised
 
 pytestmark = [pytest.mark.timeout(120)]
 # The time at which a fit began; of the last batch the loss with its graph, and the number, which is of a worker's share
 # in a validation; and the order of an epoch that is over.
 OTHERWISE = {'start_epoch', 'loss_grad', 'iter', '_DataLoader__idxs'}
+# Of a fit that goes on also locks, and what transforms keep of their types
+OF_CUT = OTHERWISE | {'lock', '__signature__', 'encodes', '_resolver'}
+# `before_fit` runs again when a fit goes on, and the logger gets the names of columns again
+RUNS_AGAIN = {'exchanged_loaders', 'rows_that_a_logger_collects'}
 
 
 @pytest.fixture(scope='module')
 def two():
-    with warm(2) as launcher: yield launcher
+    with warm(2) as launcher:
+        # its memory for large payloads stays
+        for _ in range(2): Kept('large objects of any kind').learn.distrib_fit(1, nprocs=2, launcher=launcher)
+        yield launcher
 
 
 @pytest.fixture(autouse=True)
@@ -29,34 +39,86 @@ def main():
 
 class Kept:
     "What a case has made, and where all of it was before the fits"
-    def __init__(self, name):
+    def __init__(self, name, *cbs):
         seed()
         made = HELD[name]()
         self.learn, self.more = made if isinstance(made, tuple) else (made, [])
         self.learn.recorder.add_time = False
+        self.learn.add_cbs(cbs)
         self.before, self._alive = places(self.roots())
-    def roots(self): return [self.learn, self.more() if callable(self.more) else self.more]
-    def fit(self):
-        "Two fits with a validation between them, the calls of a block"
         seed(1)
-        self.learn.fit(2)
-        self.learn.validate()
-        self.learn.fit(1)
+    def roots(self): return [self.learn, self.more() if callable(self.more) else self.more]
+    def done(self):
         self.after = self.roots()
+        return self
 
 
-@pytest.mark.parametrize('name', HELD)
-def test_held(two, name, recwarn):
-    there = Kept(name)
-    with there.learn.distrib_ctx(nprocs=2, launcher=two, batch='global'): there.fit()
-    here = Kept(name)
-    here.fit()
-    def compare(): return differs(there.after, here.after, (there.before, here.before), 1e-5, OTHERWISE)
+def assert_same(there, here, otherwise=OTHERWISE):
+    "Now, and after a fit of each in this process"
+    def compare(): return differs(there.after, here.after, (there.before, here.before), 1e-5, otherwise)
     found = compare()
     assert found is None, found
-    assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
     if callable(here.more): return      # there is one notebook, and its variables are now those of the last learner
     for o in there, here:
         seed(3)
         o.learn.fit(1)
     assert compare() is None
+
+
+@pytest.mark.parametrize('name', HELD)
+def test_held(two, name, recwarn):
+    "After two fits with a validation between them, the calls of a block"
+    def run(options):
+        kept = Kept(name)
+        with kept.learn.distrib_ctx(**options) if options else contextlib.nullcontext():
+            kept.learn.fit(2)
+            kept.learn.validate()
+            kept.learn.fit(1)
+        return kept.done()
+    assert_same(run(dict(nprocs=2, launcher=two, batch='global')), run(None))
+    assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
+
+
+def in_a_job(make, **options):
+    kept = make()
+    Path(kept.learn.one_fault.marker).touch()       # it isn't cut
+    kept.learn.distrib_fit(3, wait=False, **options).result()
+    return kept
+
+
+def restarted(make, **options):
+    kept = make()
+    kept.learn.distrib_fit(3, restarts=1, **options)
+    return kept
+
+
+def resumed(make, **options):
+    kept = make()
+    with pytest.raises(RankRaised): kept.learn.distrib_fit(3, **options)
+    kept.learn.distrib_resume()
+    return kept
+
+
+def from_the_file(make, **options):
+    "A learner made anew, as in a new kernel"
+    with pytest.raises(RankRaised): make().learn.distrib_fit(3, checkpoint='epoch', **options)
+    kept = make()
+    kept.learn.distrib_resume('distrib')
+    return kept
+
+
+@pytest.mark.few(30)
+@pytest.mark.parametrize('name', [o for o in HELD if o not in RUNS_AGAIN])
+@pytest.mark.parametrize('how', [in_a_job, restarted, resumed, from_the_file])
+def test_held_by_a_fit_that_was_cut(how, name, tmp_path):
+    "In its second epoch, or that ran beside the notebook: as if nothing had happened"
+    def make():
+        kept = Kept(name, OneFault('exception', 'after_pred', 1, 1, 1, marker=str(tmp_path/'fired')))
+        kept.learn.path = tmp_path
+        return kept
+    # the list that a variable of the first kernel held
+    if how is from_the_file and name == 'what_a_fit_replaces': return
+    there = how(make, nprocs=2, batch='global').done()
+    here = make()
+    here.learn.fit(3)
+    assert_same(there, here.done(), OF_CUT)
