@@ -196,6 +196,7 @@ def contents(o):
     if isinstance(o, (io.StringIO, io.BytesIO)): return (o.getvalue(), o.tell()), []
     if isinstance(o, (bytearray, array.array)): return bytes(o), []
     if isinstance(o, itertools.count): return repr(o), []
+    if isinstance(o, np.generic): return o.item(), []
     if isinstance(o, torch.Tensor):
         grad = [('grad', o.grad)] if o.is_leaf else []
         return (o.detach(), o.requires_grad), [*vars(o).items(), *grad]

@@ -21,8 +21,8 @@ from torch import nn
 from torch.nn.utils import parametrizations, parametrize, prune, weight_norm
 from torch.utils.data import DataLoader as TorchLoader, Sampler, Subset, TensorDataset, WeightedRandomSampler
 from cases import holds
-from cases.objects import Changing, LARGE, SMALL
 from losses import Scaled
+from objects import Changing, LARGE, SMALL
 from parity import items, learner, loaders, mlp
 
 HELD = {}       # name -> what makes the learner
