@@ -50,7 +50,8 @@ _OTHER_PLACES = dict(
     order="the beginning of the batches",
     begin_pass="a backward pass", end_pass="the end of a backward pass",
     share_loss="the loss of a batch", gather="the loss function", load="learn.load",
-    end_loop="the end of the batches", unused="the end of training", leave="the end of the call", end="the end of the call")
+    end_loop="the end of the batches", unused="the end of training",
+    leave="the end of the call", end="the end of the call")
 _PLACES = (*BATCH_EVENTS, *EPOCH_EVENTS, *_OTHER_PLACES)
 
 def bits_of(events):

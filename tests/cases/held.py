@@ -782,7 +782,7 @@ rated hook rate Meter note make_loss'''.split()
 
 holds('Decisions', "What code of cells writes into its variables: globals, variables of enclosing functions, default "
       "arguments, attributes of classes and functions, into the same objects; what can't come back is named. After "
-      "`distrib_resume('distrib')` in a new kernel, too, but for variables of functions that another function made")
+      "`distrib_resume('distrib')` in a new kernel, too")
 @held
 def variables_of_cells():
     main = in_main(CELL)

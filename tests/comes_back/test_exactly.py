@@ -1,15 +1,16 @@
-"""What comes back is what rank 0 had, bit by bit: whatever kind of object a callback changes in place, and however
-large it is. Nothing is known by a sum, a sample or a limit of size."""
-import array, io, pickle
-from collections import deque
+"""What comes back is what rank 0 had, bit by bit. Nothing is known by a sum, a sample or a limit of size. More kinds of
+objects: ../objects.py."""
+import io
 from copy import deepcopy
+from functools import partial
 import numpy as np, pandas as pd, pytest, torch
 from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.optimizer import Adam, Lamb, Larc, Lookahead, OptimWrapper, QHAdam, RAdam, RMSProp, SGD, ranger
-from functools import partial
 from torch import nn
 from fastddp.all import CantDistribute, InProcess
+from graphs import differs
+from objects import Box
 from parity import learner, seed, warm
 from spread import long_but
 
@@ -20,193 +21,9 @@ pytestmark = pytest.mark.timeout(120)
 def launcher():
     with warm(2) as res:
         # its memory for large payloads stays
-        for _ in range(2): learner(train=8, valid=1, cbs=Changes([*LARGE])).distrib_fit(1, nprocs=2, launcher=res)
+        for _ in range(2):
+            learner(train=8, valid=1, cbs=OfSizes(0, 200_000_000)).distrib_fit(1, nprocs=2, launcher=res)
         yield res
-
-
-def plain(o):
-    "What an object consists of, to be compared"
-    if isinstance(o, torch.Tensor):
-        if o.layout is not torch.strided: return str(o.layout), tuple(o.shape), plain(o.to_dense())
-        if o.is_quantized: return o.q_scale(), plain(o.int_repr())
-        data = o.detach().resolve_neg().resolve_conj().contiguous()
-        return str(o.dtype), tuple(o.shape), bytes(data.flatten().view(torch.uint8).numpy()) if data.numel() else b''
-    if isinstance(o, np.ma.MaskedArray): return plain(o.data), plain(np.ma.getmaskarray(o))
-    if isinstance(o, np.ndarray): return str(o.dtype), o.shape, plain(o.tolist()) if o.dtype.hasobject else o.tobytes()
-    if isinstance(o, (pd.DataFrame, pd.Series)): return str(getattr(o, 'dtypes', '')), o.to_dict(), str(o.index)
-    if isinstance(o, (io.BytesIO, io.StringIO)): return o.getvalue(), o.tell()
-    if isinstance(o, (bytearray, array.array)): return bytes(o)
-    if isinstance(o, dict): return type(o), [(k, plain(v)) for k, v in o.items()]
-    if isinstance(o, (list, tuple, deque)): return type(o), [*map(plain, o)]
-    if isinstance(o, (set, frozenset)): return sorted(map(repr, o))
-    return type(o), plain(vars(o)) if hasattr(o, '__dict__') else repr(o)
-
-
-class Box:
-    def __init__(self, n): self.n = n
-
-
-class Table(dict): "A dict with attributes"
-
-
-def column(values, **kw):
-    def make(): return pd.DataFrame(dict(a=pd.Series(deepcopy(values), **kw), b=range(len(values))))
-    return make
-
-
-def put(value): return lambda o: o.__setitem__('a', o['a'].where(o.index != 1, value))
-def cell(value): return lambda o: o.at.__setitem__((1, 'a'), value)
-def in_cell(o): o.at[1, 'a'].append(7)
-def add(o): o.add_(1)
-def views():
-    table = torch.arange(60.).view(20, 3)
-    return [*table, *table[5:9], table]
-
-
-# name -> what makes an object, what changes it in place
-HELD = {
-    **{f'{n} tensors': (lambda n=n: [torch.zeros(3) for _ in range(n)], lambda o: o[len(o)//2].add_(1))
-       for n in (10, 99, 100, 1000)},
-    **{f'{n} tuples of tensors': (lambda n=n: [(torch.zeros(3), torch.zeros(())) for _ in range(n)],
-                                  lambda o: o[-1][0].add_(1)) for n in (99, 100)},
-    **{f'{n} dicts': (lambda n=n: [dict(n=0) for _ in range(n)], lambda o: o[-2].update(n=o[-2]['n']+1))
-       for n in (10, 999, 1000, 2500)},
-    '1000 lists': (lambda: [[0] for _ in range(1000)], lambda o: o[7].append(1)),
-    '1000 objects': (lambda: [Box(0) for _ in range(1000)], lambda o: setattr(o[7], 'n', o[7].n+1)),
-    '1000 arrays': (lambda: [np.zeros(3) for _ in range(1000)], lambda o: o[7].__iadd__(1)),
-    '10000 numbers': (lambda: [*range(10_000)], lambda o: o.__setitem__(7, -1)),
-    '10000 texts': (lambda: [*map(str, range(10_000))], lambda o: o.append('new')),
-    'a tuple of 150 large tensors': (lambda: tuple(torch.zeros(40_000) for _ in range(150)), lambda o: o[149].add_(1)),
-    'a dict of tensors': (lambda: {i: torch.zeros(2) for i in range(150)}, lambda o: o[149].add_(1)),
-    'a dict by tuples': (lambda: {(i, 'a'): [0] for i in range(150)}, lambda o: o[3, 'a'].append(1)),
-    'True and 1': (lambda: {1: 'a'}, lambda o: (o.clear(), o.update({True: 'a'}))),
-    'a deque': (lambda: deque([torch.zeros(2)]*3, maxlen=3), lambda o: o.append(torch.ones(2))),
-    'a set of tuples': (lambda: {(1, 2)}, lambda o: o.add((3, len(o)))),
-    'a dict with attributes': (lambda: Table(a=1), lambda o: (setattr(o, 'said', 'yes'), o.update(b=2))),
-    'views, one of them changed': (views, lambda o: o[2].add_(1)),
-    'views, the table changed': (views, lambda o: o[-1].add_(1)),
-    'overlapping views': (lambda: [(t := torch.zeros(9))[:6], t[3:]], lambda o: o[0].add_(1)),
-    'an expanded tensor': (lambda: [(t := torch.zeros(1)), t.expand(5)], lambda o: o[0].add_(1)),
-    'a stream of 17 MB': (lambda: io.BytesIO(bytes(17_000_000)), lambda o: (o.seek(16_500_000), o.write(b'x'))),
-    'a text of 17 MB': (lambda: io.StringIO('a'*17_000_000), lambda o: (o.seek(16_500_000), o.write('x'))),
-    'bytes of 17 MB': (lambda: bytearray(17_000_000), lambda o: o.__setitem__(16_500_000, 1)),
-    "an array of Python's": (lambda: array.array('d', [0.]*3_000_000), lambda o: o.__setitem__(2_900_000, 1.)),
-    'an array of 140 MB': (lambda: np.zeros(17_500_000), lambda o: o.__setitem__(17_000_001, 1.)),
-    'a tensor of 140 MB': (lambda: torch.zeros(35_000_000), lambda o: o.__setitem__(34_000_001, 1.)),
-    'a tensor that no sum tells': (lambda: torch.tensor([1., 2., 1., 2.]), lambda o: o.copy_(o.flip(0))),
-    'a masked array': (lambda: np.ma.array([1., 2.], mask=[True, False]), lambda o: o.__setitem__(0, 5.)),
-    'an array of objects': (lambda: np.array([[1], {}, None], dtype=object), lambda o: o[1].update(a=1)),
-    'a record array': (lambda: np.zeros(3, dtype='i4,f8'), lambda o: o.__setitem__(1, (2, 3.))),
-    'a transposed array': (lambda: np.zeros((300, 4)).T, lambda o: o.__setitem__((1, 299), 1)),
-    'an array that grows': (lambda: np.zeros(3), lambda o: o.resize(len(o)+1, refcheck=False)),
-    'a tensor that grows': (lambda: torch.zeros(0), lambda o: o.resize_(len(o)+1).fill_(1)),
-    **{f'a tensor of {d}': (lambda d=d: torch.zeros(3, dtype=getattr(torch, d)), lambda o: o.fill_(1)) for d in (
-        'bool', 'uint8', 'int8', 'int16', 'int64', 'float16', 'bfloat16', 'float64', 'complex64', 'uint16', 'uint32',
-        'uint64')},
-    'a tensor of float8': (lambda: torch.zeros(3).to(torch.float8_e4m3fn),
-                           lambda o: o.copy_(torch.ones(3).to(torch.float8_e4m3fn))),
-    'sparse': (lambda: torch.eye(3).to_sparse(), lambda o: o.mul_(2)),
-    'sparse rows': (lambda: torch.eye(3).to_sparse_csr(), lambda o: o.mul_(2)),
-    'quantized': (lambda: torch.quantize_per_tensor(torch.zeros(3), .1, 0, torch.qint8),
-                  lambda o: o.copy_(torch.quantize_per_tensor(torch.ones(3), .1, 0, torch.qint8))),
-    **{f'a column of {k}': (column(v, dtype=d), put(new)) for k, v, d, new in (
-        ('int64', [1, 2, 3], 'int64', 7), ('float32', [1, 2, 3], 'float32', 7), ('Int64', [1, 2, None], 'Int64', 7),
-        ('Float32', [1, 2, None], 'Float32', 7), ('boolean', [True, None, None], 'boolean', True),
-        ('texts', ['a', 'b', 'c'], 'object', 'd'), ('string', ['a', 'b', 'c'], 'string', 'd'),
-        ('dates', pd.date_range('2026', periods=3), 'datetime64[ns]', pd.Timestamp('2027')),
-        ('zoned dates', pd.date_range('2026', periods=3, tz='UTC'), None, pd.Timestamp('2027', tz='UTC')),
-        ('durations', pd.to_timedelta([1, 2, 3]), None, pd.Timedelta(7)),
-        ('periods', pd.period_range('2026', periods=3, freq='D'), None, pd.Period('2027', 'D')),
-        ('categories', ['a', 'b', 'a'], 'category', 'a'),
-        ('intervals', pd.interval_range(0, 3), None, pd.Interval(7, 8)), ('sparse', [0, 0, 1], 'Sparse[int64]', 1))},
-    'a column of lists': (column([[1], [2], [3]]), in_cell),
-    'a column of dicts': (column([{}, {}, {}]), lambda o: o.at[1, 'a'].update(b=1)),
-    'names of an index': (column([1, 2, 3]), lambda o: setattr(o.index, 'name', 'i')),
-    'a series': (lambda: pd.Series([1, 2]), lambda o: o.__setitem__(0, 5)),
-}
-LARGE = {k for k in HELD if 'MB' in k or 'large' in k}
-
-
-class Changes(Callback):
-    "Changes many objects in place, on each rank alike"
-    def __init__(self, names): self.names, self.held = names, [HELD[k][0]() for k in names]
-    def after_epoch(self):
-        for k, o in zip(self.names, self.held): HELD[k][1](o)
-
-
-def check(cb, epochs):
-    "What differs from what so many epochs leave in one process"
-    local = Changes(cb.names)
-    for _ in range(epochs): local.after_epoch()
-    return [k for k, a, b in zip(cb.names, cb.held, local.held) if plain(a) != plain(b)]
-
-
-SMALL = [k for k in HELD if k not in LARGE]
-GROUPS = {'some': SMALL[::4], 'small': SMALL, 'large': [*LARGE]}
-
-
-@pytest.mark.holds('Decisions', "Whatever is changed in place, of any kind and size, is bit by bit worker 0's")
-@pytest.mark.parametrize('group', ['small', 'large'])
-def test_what_a_callback_holds(group, launcher, recwarn):
-    "In a fit, in the next one of the block, and in an epoch before a failure"
-    learn = learner(train=16, valid=4, cbs=(cb := Changes(GROUPS[group])))
-    held = [*cb.held]
-    with learn.distrib_ctx(nprocs=2, launcher=launcher):
-        learn.fit(2)
-        assert check(cb, 2) == []
-        learn.fit(1)
-    assert check(cb, 3) == []
-    assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
-    # all but a tuple, and what nothing sets, are the very same objects
-    assert all(a is b for a, b in zip(held, cb.held) if not isinstance(a, (tuple, bytearray, array.array)))
-
-
-@pytest.mark.parametrize('group', long_but(GROUPS))
-def test_in_a_job(group):
-    learn = learner(train=16, valid=4, cbs=(cb := Changes(GROUPS[group])))
-    job = learn.distrib_fit(2, nprocs=2, wait=False)
-    job.result()
-    assert check(cb, 2) == []
-
-
-class Fails(Callback):
-    order = 100
-    def before_epoch(self):
-        if self.epoch == 2 and not getattr(self, 'mended', False): raise ValueError('once')
-
-
-@pytest.mark.parametrize('group', long_but(GROUPS, 'some'))
-def test_resumed(group, tmp_path):
-    "In the same process, and from the file in a learner made anew"
-    def make():
-        learn = learner(train=16, valid=4, cbs=[Changes(GROUPS[group]), Fails()])
-        learn.path = tmp_path
-        return learn
-    learn = make()
-    with pytest.raises(ValueError): learn.distrib_fit(4, nprocs=2, checkpoint='epoch')
-    assert check(learn.changes, 2) == []
-    for o, args in (learn, ()), (make(), ('distrib',)):
-        o.fails.mended = True
-        o.distrib_resume(*args)
-        assert check(o.changes, 4) == []
-
-
-class FailsOnce(Callback):
-    "In a worker, once in all"
-    order = 100
-    def __init__(self, marker): self.marker = marker
-    def before_epoch(self):
-        if self.epoch == 2 and not self.marker.exists():
-            self.marker.touch()
-            raise ValueError('once')
-
-
-@pytest.mark.parametrize('group', long_but(GROUPS))
-def test_restarted(group, tmp_path):
-    "What the epochs before the failure have changed goes on on fresh workers"
-    learn = learner(train=16, valid=4, cbs=[cb := Changes(GROUPS[group]), FailsOnce(tmp_path/'failed')])
-    learn.distrib_fit(4, nprocs=2, restarts=1)
-    assert (tmp_path/'failed').exists() and check(cb, 4) == []
 
 
 class Ema(Callback):
@@ -222,17 +39,16 @@ def deep(n=60): return nn.Sequential(nn.Linear(4, 8), *[nn.Linear(8, 8) for _ in
 
 
 class Keeps(Callback):
-    "What the tensors of model and optimizer were on rank 0 when the fit ended, as pickled bytes"
+    "What the tensors of model and optimizer were on rank 0 when the fit ended"
     order = 10_000
-    def after_fit(self): self.at_end = state(self.learn)
+    def after_fit(self): self.at_end = deepcopy(state(self.learn))
 
 
 def state(learn):
     opts = [learn.opt] if learn.opt else []
     while opts and hasattr(opts[-1], 'opt') and opts[-1].opt is not opts[-1]: opts.append(opts[-1].opt)
-    states = [[plain({k: v for k, v in s.items()}) for s in o.state.values()] for o in opts]
     shadow = getattr(learn, 'ema', None) and learn.ema.shadow
-    return pickle.dumps((plain(dict(learn.model.state_dict())), states, plain(shadow)))
+    return dict(learn.model.state_dict()), [[*o.state.values()] for o in opts], shadow
 
 
 OPTS = dict(SGD=partial(SGD, mom=.9), Adam=Adam, RAdam=RAdam, RMSProp=RMSProp, QHAdam=QHAdam, Lamb=Lamb, Larc=Larc,
@@ -252,7 +68,7 @@ def test_what_trains(opt, launcher):
     with learn.distrib_ctx(nprocs=2, launcher=launcher):
         for _ in range(2):
             learn.fit(1)
-            assert learn.keeps.at_end == state(learn)
+            assert differs(learn.keeps.at_end, state(learn)) is None
 
 
 def test_two_classes(launcher):
@@ -260,7 +76,7 @@ def test_two_classes(launcher):
     for i in range(4):
         learn = learner(train=16, valid=4, opt_func=Adam, cbs=Keeps(), lr=.01*(i+1))
         learn.distrib_fit(1, nprocs=2, launcher=launcher)
-        assert learn.keeps.at_end == state(learn)
+        assert differs(learn.keeps.at_end, state(learn)) is None
 
 
 # The items of data sets: which there are, their order and all memory are compared, the insides of objects aren't
@@ -311,7 +127,7 @@ def test_items_of_data_sets(case, launcher):
         learn.distrib_fit(2, **options)
         local = Items(make(n))
         for _ in range(2): change(local)
-        if plain(learn.dls.train_ds) != plain(local): wrong.append(name)
+        if found := differs(learn.dls.train_ds, local): wrong.append((name, found))
     assert wrong == []
 
 
@@ -396,5 +212,5 @@ def test_no_size_is_a_limit(seeds, launcher):
             for n in 1, 2:
                 learn.fit(n)
                 for _ in range(n): local.after_epoch()
-                if plain([o for _, o in cb.made]) != plain([o for _, o in local.made]): wrong.append((i, n))
+                if found := differs(cb.made, local.made): wrong.append((i, n, found))
     assert wrong == []
