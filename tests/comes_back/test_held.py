@@ -107,7 +107,7 @@ def from_the_file(make, **options):
     return kept
 
 
-@pytest.mark.few(30)
+@pytest.mark.few(12)
 @pytest.mark.parametrize('name', [o for o in HELD if o not in RUNS_AGAIN])
 @pytest.mark.parametrize('how', [in_a_job, restarted, resumed, from_the_file])
 def test_held_by_a_fit_that_was_cut(how, name, tmp_path):
