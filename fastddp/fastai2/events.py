@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai2/703_events.ipynb #c4718e2d
 from fastai.callback.core import Callback, _inner_loop
+from fastai.callback.data import CollectDataCallback
 from fastcore.basics import getcallable, noop
 
 # %% ../../nbs/fastai2/703_events.ipynb #73fa6abe
@@ -41,5 +42,6 @@ def runs_user_code(cb, event_name):
 _OF_BATCH = 'before_batch','after_pred','after_loss','after_batch'
 
 def handles_validation(cb):
-    "Return True if a callback, not one of fastai's, handles the batches of a validation"
-    return cb.run and cb.run_valid and any(runs_user_code(cb, k) for k in _OF_BATCH)
+    "Return True if a callback of the user's, or fastai's that collects, handles its batches"
+    found = isinstance(cb, CollectDataCallback) or any(runs_user_code(cb, k) for k in _OF_BATCH)
+    return cb.run and cb.run_valid and found

@@ -685,6 +685,23 @@ for name, opt_func in [('momentum', functools.partial(SGD, mom=.9)), ('Adam', Ad
     add(name, lambda opt_func=opt_func: learner(opt_func=opt_func))
 
 
+class Steps(Callback):
+    "Steps a scheduler of torch's, and averages the weights"
+    order, schedule = 70, None
+    def before_fit(self):
+        if self.schedule is not None: return
+        self.schedule = torch.optim.lr_scheduler.StepLR(self.opt.opt, 1, .5)
+        self.averaged = torch.optim.swa_utils.AveragedModel(self.model)
+    def after_batch(self):
+        if self.training: self.averaged.update_parameters(self.model)
+    def after_epoch(self): self.schedule.step()
+
+
+@held
+def a_scheduler_and_averages_of_torch():
+    return learner(opt_func=functools.partial(OptimWrapper, opt=torch.optim.SGD), cbs=Steps())
+
+
 holds('Weights', "Gradients that accumulation left at the end of a fit go into the next one")
 @held
 def gradients_that_accumulation_left():

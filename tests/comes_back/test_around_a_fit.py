@@ -2,8 +2,10 @@
 import copyreg, sqlite3, warnings, zipfile
 import pytest, torch
 from fastai.callback.core import Callback
+from fastai.callback.data import CollectDataCallback
 from fastddp.all import *
 from fastddp.base import group
+from graphs import differs
 from parity import learner, warm
 
 pytestmark = pytest.mark.timeout(180)
@@ -125,6 +127,13 @@ def test_what_is_collected_in_a_validation_is_all_of_it(call, two, capfd):
     assert there == collected(*call) and there[2] == 30
     # fastai's `validate` wants no lines
     assert said.count('learn.wrong handles its batches') == (call[0] == 'fit')
+
+
+def test_fastais_callback_that_collects_has_all_of_a_validation(two):
+    there, here = (learner(train=32, valid=30, cbs=CollectDataCallback()) for _ in range(2))
+    with there.distrib_ctx(nprocs=2, launcher=two): there.validate()
+    here.validate()
+    assert differs(there.collect_data.data, here.collect_data.data, tol=1e-5) is None
 
 
 class Rows:

@@ -7,7 +7,7 @@ from cases.held import HELD
 from faults import OneFault
 from graphs import differs, places
 from parity import seed, warm
-from fastddp.all import RankRaised
+from fastddp.all import InProcess, RankRaised
 
 pytestmark = [pytest.mark.timeout(120)]
 # The time at which a fit began; of the last batch the loss with its graph, and the number, which is of a worker's share
@@ -66,8 +66,9 @@ def assert_same(there, here, otherwise=OTHERWISE):
 
 
 @pytest.mark.parametrize('name', HELD)
-def test_held(two, name, recwarn):
-    "After two fits with a validation between them, the calls of a block"
+@pytest.mark.parametrize('here', [False, True])
+def test_held(two, here, name, recwarn):
+    "After two fits with a validation between them, the calls of a block, on workers or with `InProcess()`"
     def run(options):
         kept = Kept(name)
         with kept.learn.distrib_ctx(**options) if options else contextlib.nullcontext():
@@ -75,7 +76,8 @@ def test_held(two, name, recwarn):
             kept.learn.validate()
             kept.learn.fit(1)
         return kept.done()
-    assert_same(run(dict(nprocs=2, launcher=two, batch='global')), run(None))
+    options = dict(launcher=InProcess()) if here else dict(nprocs=2, launcher=two, batch='global')
+    assert_same(run(options), run(None))
     assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
 
 
