@@ -173,9 +173,9 @@ def call_to_resume(learn):
 class ResumeFit(OurCallback):
     """Lets a fit on a rank begin with epoch `first_epoch`. When `fit_job` makes it, just before
     fastai's `fit`, the learner is as it was at the beginning of this epoch; after `before_fit` of
-    all callbacks it is so again. Attributes that were None stay as `before_fit` has set them: it
-    may have made what a state can't hold, such as a progress bar. `run_epochs` takes the place of
-    fastai's `_do_fit`."""
+    all callbacks it is so again, with the loaders, model and optimizer that it had. Attributes that
+    were None stay as `before_fit` has set them: it may have made what a state can't hold, such as a
+    progress bar. `run_epochs` takes the place of fastai's `_do_fit`."""
     order = 3_000_000       # after `before_fit` of all others
     def __init__(self, learn,
         cbs, # Those of the learner that the notebook sent
@@ -186,6 +186,7 @@ class ResumeFit(OurCallback):
         self.saved_train_iter = getattr(learn, 'train_iter', 0)
         scaler = getattr(learn, 'scaler', None)
         self.loss_scale = scaler.state_dict() if scaler else {}     # of `MixedPrecision`
+        self.parts = {k:getattr(learn, k) for k in ('dls','model','opt')}
         # what callbacks hold now; `before_fit` empties lists in place
         parts = [o for o in named_parts(learn).values() if not any(o is cb for cb in cbs)]
         self.kept = Kept([*cbs], left_out, [*parts, learn.opt])
@@ -200,6 +201,7 @@ class ResumeFit(OurCallback):
         names = learn.recorder.metric_names if hasattr(learn, 'recorder') else None
         self.kept.undo(only_held=True)
         self.kept = None
+        for k,o in self.parts.items(): setattr(learn, k, o)
         learn.train_iter = self.saved_train_iter
         # one of another precision ignores it; there is none without that callback
         if self.loss_scale and learn.scaler: learn.scaler.load_state_dict(self.loss_scale)

@@ -468,8 +468,7 @@ class SavedGraph(NamedTuple):
                     raise CantDistribute("This checkpoint can't be resumed: the memory of some "
                                          "tensors isn't in it. distrib_load() reads its weights.")
                 rng = apply_changes(*self.changes, theirs, device).extra['rng']
-            edges = _number_hooks(theirs.find(edges), hooks)
-            for places in own,theirs: places.find(edges)
+            own.find(_number_hooks(theirs, hooks))
             # what one of them lacks, such as the state of an optimizer that hasn't trained, is
             # a part of its holder
             theirs.without([o for i,o in theirs.objects.items() if not _is_alike(i, theirs, own)])

@@ -186,6 +186,26 @@ class OtherData(Callback):
 def exchanged_loaders(): return learner(cbs=OtherData())
 
 
+class Wrapped(nn.Module):
+    def __init__(self, net):
+        super().__init__()
+        self.net = net
+    def forward(self, x): return self.net(x)
+
+
+class OfAFit(Callback):
+    "Has a model around the learner's, and an optimizer of its own, for the time of a fit"
+    def before_fit(self):
+        self.learn.model = Wrapped(self.model)
+        self.learn.create_opt()
+        self.opt.set_hypers(lr=.05)
+    def after_fit(self): self.learn.model = self.model.net
+
+
+@held
+def a_model_and_an_optimizer_of_a_fit(): return learner(cbs=OfAFit(), opt_func=Adam)
+
+
 class Grows(Callback):
     "Tensors that become longer in place"
     def __init__(self): self.seen, self.deep = torch.zeros(0), [torch.zeros(1)]

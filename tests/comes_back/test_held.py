@@ -15,8 +15,8 @@ pytestmark = [pytest.mark.timeout(120)]
 OTHERWISE = {'start_epoch', 'loss_grad', 'iter', '_DataLoader__idxs'}
 # Of a fit that goes on also locks, and what transforms keep of their types
 OF_CUT = OTHERWISE | {'lock', '__signature__', 'encodes', '_resolver'}
-# `before_fit` runs again when a fit goes on, and the logger gets the names of columns again
-RUNS_AGAIN = {'exchanged_loaders', 'rows_that_a_logger_collects'}
+# The logger gets the names of columns again when a fit goes on
+RUNS_AGAIN = {'rows_that_a_logger_collects'}
 
 
 @pytest.fixture(scope='module')
@@ -118,8 +118,6 @@ def test_held_by_a_fit_that_was_cut(how, name, tmp_path):
         kept = Kept(name, OneFault('exception', 'after_pred', 1, 1, 1, marker=str(tmp_path/'fired')))
         kept.learn.path = tmp_path
         return kept
-    # the list that a variable of the first kernel held
-    if how is from_the_file and name == 'what_a_fit_replaces': return
     there = how(make, nprocs=2, batch='global').done()
     here = make()
     here.learn.fit(3)
