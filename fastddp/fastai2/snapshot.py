@@ -515,5 +515,5 @@ def _hook_numbers(saved, own):
     "Return `{number of a hook in a saved graph: its number here}`, by their order"
     here,res = _dicts_of_hooks(own),{}
     for j,hooks in _dicts_of_hooks(saved).items():
-        if len(hooks) == len(here.get(j, ())): res |= zip(hooks, here[j])
+        if j in here and len(here[j]) == len(hooks): res |= zip(hooks, here[j])
     return res
