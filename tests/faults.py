@@ -42,6 +42,18 @@ class Slow(Callback):
         Path(self.folder, f'done{os.environ.get("RANK", 0)}').write_text(str(self.done))
 
 
+class SlowLayer(torch.nn.Module):
+    "Takes `secs` a batch of a validation; says in a file of each rank that it is at it"
+    def __init__(self, secs, folder):
+        super().__init__()
+        self.secs, self.folder = secs, str(folder)
+    def forward(self, x):
+        if self.training: return x
+        time.sleep(self.secs)
+        Path(self.folder, f'valid{os.environ.get("RANK", 0)}').write_text('1')
+        return x
+
+
 class OnLoad:
     "Does `what` on `rank` when it is unpickled there"
     def __init__(self, what, rank, marker=None): self.args = what, rank, marker

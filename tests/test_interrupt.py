@@ -199,7 +199,8 @@ SCRIPT = '''
 import sys
 sys.path.insert(0, {here!r})
 from pathlib import Path
-from faults import Slow
+from faults import Slow, SlowLayer
+from torch import nn
 from fastddp.all import *
 from learners import make_learner
 if __name__ == '__main__':
@@ -258,8 +259,10 @@ def run(client, code, timeout=120):
 IN_KERNEL = {
     'starting': ('learn.heavy = AtOnce(folder/"loading"); learn.distrib_fit(1, nprocs=2)', 'loading'),
     'validation': ('learn.distrib_fit(5, nprocs=2)', 'valid0'),
-             'lr_find': ('learn.distrib_lr_find(nprocs=2, show_plot=False)', 'done0'),
-    'get_preds': ('learn.distrib_get_preds(nprocs=2)', 'valid0')}
+    'lr_find': ('learn.distrib_lr_find(nprocs=2, show_plot=False)', 'done0'),
+    # on workers, since no callback handles its batches
+    'get_preds': ('learn.remove_cb(learn.slow); learn.model = nn.Sequential(SlowLayer(.05, folder), learn.model); '
+                  'learn.distrib_get_preds(nprocs=2)', 'valid0')}
 
 
 @pytest.mark.full
@@ -270,7 +273,8 @@ def test_in_a_kernel(kernel, tmp_path):
     setup = f'''
 import sys, psutil
 sys.path.insert(0, {str(HERE)!r})
-from faults import Slow
+from faults import Slow, SlowLayer
+from torch import nn
 from fastddp.all import *
 from learners import make_learner
 from pathlib import Path
@@ -296,9 +300,8 @@ print([p.name() for p in psutil.Process().children(recursive=True) if 'fastddp-'
     for cell, file in IN_KERNEL.values():
         for o in tmp_path.iterdir(): o.unlink()
         setup = 'from test_interrupt import AtOnce\nlearn = make_learner(n=64, n_valid=1600, cbs=[Slow(.05, folder)])'
-        assert run(client, setup)[1] is None
+        assert run(client, f'{setup}\nlearn.path = folder.parent')[1] is None
         threading.Thread(target=press, args=(file, 1), daemon=True).start()
         assert run(client, cell)[1] == 'KeyboardInterrupt', cell
-    _, error = run(client,
-                   'learn.remove_cb(learn.slow); assert "fit" not in vars(learn); learn.distrib_fit(1, nprocs=2)')
+    _, error = run(client, 'assert "fit" not in vars(learn); learn.distrib_fit(1, nprocs=2)')
     assert error is None
