@@ -486,7 +486,7 @@ def _is_alike(i, a, b):
     if i not in b.objects: return False
     classes = [type(o.objects[i]) for o in (a, b)]
     # a cell may have defined it anew; parametrizations make one for each layer
-    return classes[0] is classes[1] or len({(o.__module__, o.__qualname__) for o in classes}) == 1
+    return classes[0] is classes[1] or len({(o.__module__, o.__name__) for o in classes}) == 1
 
 def _dicts_of_hooks(places):
     "Return `{number: dict}` of what torch keeps hooks in, by numbers of the process"

@@ -467,6 +467,21 @@ def test_a_callback_defined_anew_without_the_method_that_failed():
     assert 'after_batch' not in vars(new) and len(learn.recorder.values) == 2
 
 
+@pytest.mark.parametrize('file', [(), ('distrib',)])
+def test_a_callback_of_a_function_is_the_same_object(file, tmp_path):
+    "Its class is loaded by value, under another `__qualname__`"
+    class Fails(Callback):
+        may = False
+        def before_batch(self):
+            if self.epoch == 1 and not self.may: raise RuntimeError('on purpose')
+    learn = make_learner(cbs=(cb := Fails()))
+    learn.path = tmp_path
+    with pytest.raises(RankRaised): learn.distrib_fit(2, nprocs=2, checkpoint='epoch')
+    cb.may = True
+    learn.distrib_resume(*file)
+    assert learn.fails is cb and cb.may and learn.epoch == 1
+
+
 def test_a_failed_callback_that_was_given_to_the_fit():
     "The error says how the fit goes on with a mended one"
     class Fails(Callback):
