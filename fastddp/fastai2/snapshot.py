@@ -7,8 +7,8 @@ __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
 import pickle, types
-from contextlib import ExitStack, contextmanager
 from collections import Counter, OrderedDict, defaultdict
+from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
 from typing import NamedTuple
 
@@ -20,8 +20,8 @@ from fastai.data.load import DataLoader
 from fastai.learner import Learner, Metric
 from fastcore.basics import noop
 from torch.amp import GradScaler
-from torch.utils.hooks import RemovableHandle
 from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.hooks import RemovableHandle
 
 from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
