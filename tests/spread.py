@@ -53,7 +53,7 @@ ONE_IN = {
     3: '''launch/test_background faults/test_bad_minute faults/test_faults test_inference test_factories
     same_answer/test_check same_answer/test_decisions same_answer/test_drift same_answer/test_inside_a_fit
     same_answer/test_losses same_answer/test_metrics same_answer/test_parity same_answer/test_step
-    comes_back/test_comes_back comes_back/test_held
+    comes_back/test_comes_back
     simulated_gpu/test_fits simulated_gpu/test_state simulated_gpu/test_findings simulated_gpu/test_around''',
     4: '''launch/test_caller launch/test_ranch apps/test_callbacks same_answer/test_lock_step
     same_answer/test_whole_fits comes_back/test_resume'''}

@@ -65,6 +65,7 @@ def assert_same(there, here, otherwise=OTHERWISE):
     assert compare() is None
 
 
+@pytest.mark.few(40)
 @pytest.mark.parametrize('name', HELD)
 @pytest.mark.parametrize('here', [False, True])
 def test_held(two, here, name, recwarn):
@@ -109,9 +110,15 @@ def from_the_file(make, **options):
     return kept
 
 
-@pytest.mark.few(12)
-@pytest.mark.parametrize('name', [o for o in HELD if o not in RUNS_AGAIN])
-@pytest.mark.parametrize('how', [in_a_job, restarted, resumed, from_the_file])
+# Those that found something
+SHORT = [(in_a_job, 'small objects of any kind'), (restarted, 'gradients_that_accumulation_left'),
+         (resumed, 'weight_norm'), (resumed, 'a_model_and_an_optimizer_of_a_fit'),
+         (from_the_file, 'exchanged_loaders'), (from_the_file, 'variables_of_cells'), (from_the_file, 'a hook collects')]
+CUT = [(how, name) for how in (in_a_job, restarted, resumed, from_the_file)
+       for name in HELD if name not in RUNS_AGAIN]
+
+
+@pytest.mark.parametrize('how, name', [o if o in SHORT else pytest.param(*o, marks=pytest.mark.full) for o in CUT])
 def test_held_by_a_fit_that_was_cut(how, name, tmp_path):
     "In its second epoch, or that ran beside the notebook: as if nothing had happened"
     def make():
