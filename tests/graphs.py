@@ -8,6 +8,7 @@ import re, struct, sys, types, weakref
 from dataclasses import dataclass, field
 
 import numpy as np, pandas as pd, torch
+from PIL.Image import Image
 from torch import nn
 
 
@@ -195,6 +196,7 @@ def contents(o):
     if isinstance(o, io.IOBase) and o.closed: return None, []
     if isinstance(o, (io.StringIO, io.BytesIO)): return (o.getvalue(), o.tell()), []
     if isinstance(o, (bytearray, array.array)): return bytes(o), []
+    if isinstance(o, Image): return (o.mode, o.size, o.tobytes(), o.getpalette()), []
     if isinstance(o, itertools.count): return repr(o), []
     if isinstance(o, np.generic): return o.item(), []
     if isinstance(o, torch.Tensor):

@@ -4,6 +4,7 @@ import array, io
 from collections import deque
 from copy import deepcopy
 import numpy as np, pandas as pd, torch
+from PIL import Image
 
 
 class Box:
@@ -20,6 +21,7 @@ def column(values, **kw):
 
 def put(value): return lambda o: o.__setitem__('a', o['a'].where(o.index != 1, value))
 def cell(value): return lambda o: o.at.__setitem__((1, 'a'), value)
+def white(o): return (255, 255, 255) if o.mode == 'RGB' else 255
 def in_cell(o): o.at[1, 'a'].append(7)
 def add(o): o.add_(1)
 def views():
@@ -86,6 +88,8 @@ OBJECTS = {
     'a column of lists': (column([[1], [2], [3]]), in_cell),
     'a column of dicts': (column([{}, {}, {}]), lambda o: o.at[1, 'a'].update(b=1)),
     'names of an index': (column([1, 2, 3]), lambda o: setattr(o.index, 'name', 'i')),
+    **{f'a picture ({mode})': (lambda mode=mode: Image.new(mode, (3, 3)), lambda o: o.putpixel((1, 1), white(o)))
+       for mode in ('L', 'P', 'RGB')},
     'a series': (lambda: pd.Series([1, 2]), lambda o: o.__setitem__(0, 5)),
 }
 LARGE = [k for k in OBJECTS if 'MB' in k or 'large' in k]

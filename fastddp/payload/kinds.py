@@ -13,6 +13,7 @@ from collections import OrderedDict, defaultdict, deque
 from itertools import chain
 
 import numpy as np, torch
+from PIL.Image import Image
 from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
@@ -384,6 +385,16 @@ class State(Whole):
         if isinstance(o, _GENERATORS): set_generator(o, new)
         else: o.__setstate__(new)
 
+class Picture(Whole):
+    "An image of PIL: its pixels lie in C"
+    def items(self, o):
+        return o.__getstate__(), {k:v for k,v in attributes(o).items() if k not in _OF_IMAGES}
+    def fill(self, o, new):
+        state,attrs = new
+        o.__setstate__(state)
+        vars(o).update(attrs)
+
+_OF_IMAGES = {*vars(Image())}
 _GENERATORS = torch.Generator,np.random.Generator
 
 # %% ../../nbs/payload/105_kinds.ipynb #d9b5ebc0
@@ -396,7 +407,7 @@ ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()
 CLASS,MODULE = Class(),Module()
 DICT,SEQUENCE,SET = Dict(),Sequence(),Set()
 TENSOR,ARRAY,MEMORY = Tensor(),Array(),Memory()
-TABLE,INDEX,STATE = Table(),Index(),State()
+TABLE,INDEX,STATE,PICTURE = Table(),Index(),State(),Picture()
 CONSTANT,OPAQUE = Constant(),Opaque()
 
 # %% ../../nbs/payload/105_kinds.ipynb #254fca24
@@ -408,8 +419,8 @@ _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.Coroutin
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
            torch.jit.ScriptModule, torch.jit.ScriptFunction, Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, dict), (SET, set),
-             (SEQUENCE, (list,deque)), (MEMORY, (bytearray,array)), (STATE, _GENERATORS),
-             (OPAQUE, _WEAK))
+             (SEQUENCE, (list,deque)), (MEMORY, (bytearray,array)), (PICTURE, Image),
+             (STATE, _GENERATORS), (OPAQUE, _WEAK))
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 
 def kind(o):
