@@ -490,19 +490,25 @@ def _is_alike(i, a, b):
 
 def _dicts_of_hooks(places):
     "Return `{number: dict}` of what torch keeps hooks in, by numbers of the process"
-    found = {j:places.objects.get(j) for edges in places.edges.values() for name,j in edges
-             if type(name) is str and name.endswith('_hooks')}
-    return {j:o for j,o in found.items() if type(o) is OrderedDict}
+    objects = places.objects
+    held = [edge for i,edges in places.edges.items() if isinstance(objects.get(i), _WITH_HOOKS)
+            for edge in edges]
+    found = {j:objects.get(j) for name,j in held if str(name).endswith('_hooks')}
+    return {j:o for j,o in found.items() if type(o) is OrderedDict and {*map(type, o)} <= {int}}
+
+_WITH_HOOKS = torch.nn.Module,torch.Tensor,torch.optim.Optimizer
 
 def _number_hooks(places, numbers):
     "Give hooks these numbers. Return the places by which they are found then, for `Places.find`"
     edges,dicts = dict(places.edges),_dicts_of_hooks(places)
-    added = {k for hooks in dicts.values() for k in hooks if k not in numbers}      # by the fit
+    # a hook that the fit added gets another number if its own is taken here
+    added = {k for hooks in dicts.values() for k in hooks if k not in numbers}
+    added &= {*numbers.values()}
     next_id = RemovableHandle.next_id
     number_hooks_from(next_id+len(added))
     numbers = numbers | dict(zip(added, range(next_id, next_id+len(added))))
     for j,hooks in dicts.items():
-        found = {numbers[k]:f for k,f in hooks.items()}
+        found = {numbers.get(k, k):f for k,f in hooks.items()}
         hooks.clear()
         hooks.update(found)
         edges[j] = [((name[0], numbers.get(name[1], name[1])) if type(name) is tuple else name, i)

@@ -114,7 +114,7 @@ def from_the_file(make, **options):
 SHORT = [(in_a_job, 'small objects of any kind'), (restarted, 'gradients_that_accumulation_left'),
          (resumed, 'weight_norm'), (resumed, 'a_model_and_an_optimizer_of_a_fit'),
          (from_the_file, 'exchanged_loaders'), (from_the_file, 'variables_of_cells'),
-         (from_the_file, 'a hook collects')]
+         (from_the_file, 'a hook collects'), (from_the_file, 'a_dict_named_like_hooks')]
 CUT = [(how, name) for how in (in_a_job, restarted, resumed, from_the_file)
        for name in HELD if name not in RUNS_AGAIN]
 
