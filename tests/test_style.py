@@ -1,5 +1,5 @@
 """Lines of modules end at 100 columns, others at 120 (CONTRIBUTING.md says so, this holds it), a patched method hides
-no name of its module, and classes of ours are written whole."""
+no name of its module, classes of ours are written whole, and a name is given once."""
 import ast, json
 from pathlib import Path
 import pytest
@@ -102,6 +102,18 @@ def test_classes_of_ours_are_written_whole():
     ours = {o.name for path in OURS for o in ast.walk(ast.parse(read(path))) if isinstance(o, ast.ClassDef)}
     patched = set().union(*(patched_classes(read(o)) for o in OURS))
     assert patched == {'Learner'} and 'Monitor' in ours and not patched & ours
+
+
+def twice(source):
+    "Names that two classes or functions of a file have: what was written for the first gets the second"
+    made = [o for o in ast.parse(source).body if isinstance(o, (ast.ClassDef, ast.FunctionDef))]
+    names = [o.name for o in made if o.name != '_' and not any(map(is_patch, o.decorator_list))]
+    return {o for o in names if names.count(o) > 1}
+
+
+def test_names_of_a_file_are_given_once():
+    assert not faults(OURS+OTHERS, twice)
+    assert twice('class A: pass\ndef A(): pass\ndef b(): pass\n') == {'A'}
 
 
 def test_there_is_something_to_look_at():

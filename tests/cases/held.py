@@ -612,14 +612,14 @@ class Listed(nn.Module):
 def a_list_named_like_hooks(): return learner(model=Listed())
 
 
-class Named(Callback):
+class NamesHooks(Callback):
     "Has a dict by a name as torch gives to its dicts of hooks, which grows"
     def __init__(self): self._own_hooks = collections.OrderedDict(first=print)
     def after_epoch(self): self._own_hooks[f'of epoch {self.epoch}'] = print
 
 
 @held
-def a_dict_named_like_hooks(): return learner(cbs=Named())
+def a_dict_named_like_hooks(): return learner(cbs=NamesHooks())
 
 
 class ToALayer(Callback):

@@ -148,7 +148,8 @@ def test_the_second_batch_takes_no_more_memory_than_the_third():
     learn = learner(model=model, cbs=NotesPeak(), n_train=60, drop_last=True)
     learn.distrib_fit(1, .01, gpus=[0, 1])
     _, second, *later = learn.notes_peak.peaks
-    assert len(later) > 1 and second <= max(later), learn.notes_peak.peaks
+    # a second copy of the gradients has a million bytes; sums of metrics and losses come and go
+    assert len(later) > 1 and second < max(later)+10_000, learn.notes_peak.peaks
 
 
 # Devices
