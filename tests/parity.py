@@ -27,7 +27,7 @@ _launchers = {}     # number of workers -> the `Warm` launcher of this session o
 def warm(n):
     """The session's `Warm` launcher with `n` workers, which are still the same ones at the end. It stays for the next
     module that asks for one (`conftest.py` ends it before one that doesn't)"""
-    launcher = _launchers.setdefault(n, Warm())
+    launcher = _launchers.setdefault(n, Warm(idle=7200))
     here = launcher.pids()
     # memory for results is there by then
     for _ in range(2 if not here else 1): fit_a_little(n, launcher)

@@ -47,15 +47,17 @@ def left_out(items, name, choose):
 # Files of which `make test` takes one test in so many: their tests start workers, or train for seconds, and hold
 # siblings of one promise. All of them run in `make test-full`
 ONE_IN = {
-    2: '''payload/test_shapes same_answer/test_as_reported same_answer/test_on_device same_answer/test_door
-    comes_back/test_settings comes_back/test_objects comes_back/test_around_a_fit faults/test_hangs test_interrupt
-    test_start test_scripts output/test_lines apps/test_tabular''',
-    3: '''launch/test_background faults/test_bad_minute faults/test_faults test_inference test_factories
+    2: '''payload/test_shapes comes_back/test_exactly comes_back/test_variables comes_back/test_warm launch/test_bench
+    test_scripts''',
+    3: '''same_answer/test_as_reported same_answer/test_on_device same_answer/test_door apps/test_any_model
+    apps/test_tabular comes_back/test_settings comes_back/test_objects comes_back/test_around_a_fit faults/test_hangs
+    launch/test_monitor test_interrupt test_start output/test_lines test_doctor''',
+    4: '''launch/test_background faults/test_bad_minute faults/test_faults test_inference test_factories
     same_answer/test_check same_answer/test_decisions same_answer/test_drift same_answer/test_inside_a_fit
     same_answer/test_losses same_answer/test_metrics same_answer/test_parity same_answer/test_step
     comes_back/test_comes_back
     simulated_gpu/test_fits simulated_gpu/test_state simulated_gpu/test_findings simulated_gpu/test_around''',
-    4: '''launch/test_caller launch/test_ranch apps/test_callbacks same_answer/test_lock_step
+    6: '''launch/test_caller launch/test_ranch apps/test_callbacks same_answer/test_lock_step
     same_answer/test_whole_fits comes_back/test_resume'''}
 
 

@@ -257,6 +257,7 @@ with open(f'{sys.argv[1]}/{rank}.json', 'w') as f: json.dump(res, f)
 """
 
 
+@pytest.mark.full
 def test_what_people_call_around_a_fit(tmp_path):
     "fastai's `rank0_first`; options and methods that torchrun leaves no sense; models that differ"
     pytest.importorskip('accelerate')

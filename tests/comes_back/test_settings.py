@@ -133,6 +133,7 @@ def values(own, other):
                 steps=own.Notes.steps, history=own.Notes.history, calls=other.calls, total=other.total)
 
 
+@pytest.mark.full
 def test_variables_of_own_modules(module, two):
     own, other = own_modules(module, 'own_variables')
     one = learner(train=32, cbs=own.Notes())

@@ -11,7 +11,6 @@ from fastddp.launch.engine import Job
 from fastddp.process import helper, worker
 from fastddp.process.helper import is_stopped
 from learners import make_learner
-from spread import long_but
 
 
 def half_a_message(ctx, what):
@@ -139,7 +138,8 @@ def test_interrupt_while_a_rank_waits_in_a_collective(tmp_path):
     with pytest.raises(KeyboardInterrupt): ranch(2, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False))
 
 
-@pytest.mark.parametrize('n', long_but([2, 3], 2))
+@pytest.mark.full
+@pytest.mark.parametrize('n', [2, 3])
 def test_the_notebook_does_not_wait_for_ever(n, tmp_path):
     with pytest.raises(GroupTimeout) as caught:
         ranch(n, stopped_neighbour, tmp_path, ctx=TorchDDPCtx(use_gpu=False, timeout=8))
@@ -197,6 +197,7 @@ class OwnCollective(Callback):
         if group.rank() == 1 and self.training and self.iter == 1: torch.distributed.all_reduce(torch.zeros(1))
 
 
+@pytest.mark.full
 def test_a_collective_of_one_rank_is_blamed_on_it():
     "Both ranks wait: rank 0 at the board, for rank 1"
     with pytest.raises(GroupTimeout) as e: make_learner().distrib_fit(1, nprocs=2, timeout=20, cbs=OwnCollective())

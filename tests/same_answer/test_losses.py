@@ -241,6 +241,7 @@ def too_large(pred, y):
     return (pred-y).std()
 
 
+@pytest.mark.full
 def test_memory_that_a_loss_lacks_is_no_sign_of_what_it_reads(capfd):
     learn = made('rmse', train=16, valid=8)
     learn.loss_func = too_large

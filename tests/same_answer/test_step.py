@@ -50,6 +50,7 @@ class LeavesOutAPass(Learner):
         if group.rank() < self.n-1: super()._backward()
 
 
+@pytest.mark.full
 def test_one_rank_makes_no_backward_pass(ranks, capfd):
     "The others don't wait for it; that it steps by itself is found at the end of the epoch, and named"
     n, launcher = ranks

@@ -80,6 +80,7 @@ def test_tables_of_any_batch_size_with_batch_norm(two):
 
 # ---- models that keep state from batch to batch
 
+@pytest.mark.full
 @pytest.mark.holds('Batches', "A model with a `reset`, over rows that are streams: `batch='global'` is one process, "
                    "and validation keeps the loader's own rows in any case")
 @pytest.mark.parametrize('batch', ['per_worker', 'global'])

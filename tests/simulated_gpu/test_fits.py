@@ -91,6 +91,7 @@ class FailsAt(Callback):
         if (self.epoch, self.iter) == (2, 1): raise ValueError('once')
 
 
+@pytest.mark.full
 @pytest.mark.parametrize('where', ['new', 'same'])
 @on_gpus()
 def test_the_loss_scale_goes_on_after_a_resume(where, tmp_path):
