@@ -65,4 +65,4 @@ def test_a_batch_that_does_not_fit_is_an_answer():
     assert [(o.batch, o.rate > 0) for o in res] == [(16, True)]*3+[(32, False)]*2
     assert str(res).count('out of memory') == 2
     cores = len(os.sched_getaffinity(0))        # as many of them run at most
-    assert [o.num_workers for o in res] == [min(learn.dls.num_workers, cores)]+[0, max(1, cores//2)]*2
+    assert [o.num_workers for o in res] == [min(learn.dls.train.fake_l.num_workers, cores)]+[0, max(1, cores//2)]*2
