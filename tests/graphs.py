@@ -3,7 +3,7 @@
 Run as a program, this is the other process of payload/test_one_graph.py: it loads graphs, changes them, and sends the
 changes.
 """
-import array, collections, copyreg, datetime, decimal, enum, functools, io, itertools, os, pathlib, pickle, random
+import array, collections, copyreg, datetime, decimal, enum, functools, gc, io, itertools, os, pathlib, pickle, random
 import re, struct, sys, types, weakref
 from dataclasses import dataclass, field
 
@@ -222,6 +222,7 @@ def contents(o):
         cells = [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
         return o.__name__, [*cells, ('defaults', o.__defaults__), ('by name', o.__kwdefaults__), *vars_of(o)]
     if isinstance(o, weakref.ref): return None, [('to', o())]
+    if isinstance(o, VIEWS): return None, [('of', *gc.get_referents(o))]
     if isinstance(o, torch.utils.hooks.RemovableHandle): return None, [('hook', (o.hooks_dict_ref() or {}).get(o.id))]
     if isinstance(o, (type, types.ModuleType)): return o.__name__, []
     if isinstance(o, enum.Enum): return repr(o), []
@@ -229,6 +230,9 @@ def contents(o):
     if slots or hasattr(o, '__dict__'): return type(o).__name__, [*slots, *vars_of(o)]
     # locks and iterators say where they lie
     return re.sub(' at 0x[0-9a-f]+', '', repr(o)), []
+
+
+VIEWS = types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())
 
 
 def vars_of(o):
@@ -241,7 +245,7 @@ def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), *_VALU
 
 def is_made_anew(o):
     "True for what Python or a fit makes whenever it is asked for it, so that `is` says nothing of it"
-    return isinstance(o, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial))
+    return isinstance(o, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial, *VIEWS))
 
 
 def kind(o):

@@ -69,7 +69,10 @@ class Cluster:
         self._start_other = lambda: self._add(inside, self.other, os.environ, self.has | other)
         self._start_other()
     def replace_other(self):
+        "Ends the other machine, and starts one at its address, when Ray knows that the first is gone"
+        import ray
         end_node(self.nodes.pop())
+        wait_until(lambda: sum(o['Alive'] for o in ray.nodes()) == len(self.nodes))
         self._start_other()
     def add_without_fastddp(self, **has):
         "A third one, at another address of this machine"

@@ -18,7 +18,7 @@ from cloudpickle.cloudpickle import _extract_code_globals as global_names
 
 from .buffers import differs, is_written, original_of
 from .own import is_own_module
-from .reducers import HOOKS, is_handle, is_named_by_library
+from .reducers import DICT_VIEWS, HOOKS, is_handle, is_named_by_library
 from ..base.errors import made_in_python
 from ..base.rng import generator_state, set_generator
 
@@ -413,7 +413,8 @@ CONSTANT,OPAQUE = Constant(),Opaque()
 # %% ../../nbs/payload/105_kinds.ipynb #254fca24
 _WEAK = weakref.WeakKeyDictionary, weakref.WeakValueDictionary, weakref.WeakSet
 _CONSTANTS = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, types.MappingProxyType,
-              weakref.ref, property, staticmethod, classmethod, functools.partialmethod)
+              weakref.ref, property, staticmethod, classmethod, functools.partialmethod,
+              *DICT_VIEWS)
 _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.CoroutineType,
            types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType,
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,

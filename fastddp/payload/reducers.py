@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/payload/090_reducers.ipynb #dc514d2b
-import _thread, collections, copyreg, ctypes, functools, importlib, io
+import _thread, collections, copyreg, ctypes, functools, gc, importlib, io
 import operator, pickle, sys, threading, types, weakref, zipfile
 from contextlib import suppress
 from functools import partial, singledispatch
@@ -35,9 +35,10 @@ from .own import goes_by_value, has_no_code, is_own_module
 #                                 and the function
 #     code, module                as cloudpickle does, with corrections
 #     lock, file, weak reference  as a new one
+#     view of a dict              as a view of that dict
 #     image                       its pixels as a buffer beside the pickle
 #     anything else               NotImplemented: as cloudpickle's `dispatch_table` says, or by its
-#                                 own `__reduce__`
+#                                 own `__reduce__`; with its `__dict__`, if others hold that
 #
 # A subclass without a reducer has that of its base, which must check that it fits. An exception
 # fails the dump, and the user is told where the object is.
@@ -490,6 +491,50 @@ def _(d, pickler):
     "Pickle an empty dict and its entries, which are set one by one when it is loaded"
     if type(d).__module__ != 'weakref': return NotImplemented       # a subclass may have attributes
     return type(d), (), None, None, iter([*d.items()])
+
+# %% ../../nbs/payload/090_reducers.ipynb #f5309d4d
+DICT_VIEWS = tuple(type(getattr(cls(), k)()) for cls in (dict, collections.OrderedDict)
+                   for k in ('keys', 'values', 'items'))
+
+def _reduce_view(view, pickler):
+    d, = gc.get_referents(view)
+    return _view, (d, type(view).__name__.rpartition('_')[2])
+
+def _view(d, name): return getattr(d, name)()
+
+for cls in DICT_VIEWS: reduces(cls, _reduce_view)
+
+@reduces(types.MappingProxyType)
+def _(view, pickler): return types.MappingProxyType, (*gc.get_referents(view),)
+
+@reduces(memoryview)
+def _(view, pickler):
+    raise Refused(view, "a memoryview shows the memory of another object: hold that object instead")
+
+@reduces(object)
+def _(o, pickler):
+    "Pickle an object with its very `__dict__`, if something else holds that, too"
+    if _n_holders(o) == _ALONE or not _is_reduced_by_attributes(type(o)): return NotImplemented
+    make,args,state,*items = o.__reduce_ex__(5)
+    if type(state) is tuple: return NotImplemented      # it has slots
+    return make, args, vars(o), *items, _set_dict
+
+def _is_reduced_by_attributes(cls):
+    "True if pickle reduces objects of the class to their `__dict__`, and puts it back"
+    if cls.__reduce_ex__ is not object.__reduce_ex__ or cls.__reduce__ is not object.__reduce__:
+        return False
+    # object has one since Python 3.11
+    own_state = getattr(cls, '__getstate__', None) is not getattr(object, '__getstate__', None)
+    return bool(cls.__dictoffset__) and not own_state and not hasattr(cls, '__setstate__')
+
+def _n_holders(o): return sys.getrefcount(getattr(o, '__dict__', None))
+
+# not `setattr`, which a class may override
+def _set_dict(o, attrs): object.__setattr__(o, '__dict__', attrs)
+
+class _Plain: pass
+_ALONE = _n_holders(_Plain())
+
 
 # %% ../../nbs/payload/090_reducers.ipynb #7a51c0d1
 class StandIn:

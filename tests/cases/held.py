@@ -3,7 +3,7 @@ comes_back/test_held.py fits each on workers and in one process, and compares al
 
 A case is a function that makes the learner, or `(learner, more)`: what else is compared, or a function that returns it.
 Both are made anew for each of the two."""
-import collections, dataclasses, functools, random, sys, threading, warnings
+import collections, dataclasses, functools, random, sys, threading, types, warnings
 from copy import deepcopy
 import numpy as np, pandas as pd, torch
 from fastai.callback.core import Callback
@@ -220,6 +220,30 @@ class Grows(Callback):
 
 @held
 def tensors_that_grow(): return learner(cbs=Grows())
+
+
+class AttrDict(dict):
+    "A common idiom: its keys are its attributes"
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.__dict__ = self
+
+
+class Views(Callback):
+    "Writes by one way, and reads by another"
+    def __init__(self):
+        self.config, self.box, self.d, self.read = AttrDict(n=0), Box(), dict(n=0), []
+        self.attrs, self.keys, self.proxy = vars(self.box), self.d.keys(), types.MappingProxyType(self.d)
+    def after_epoch(self):
+        self.config.n += 1
+        self.box.n = self.epoch
+        self.d[self.epoch] = self.epoch
+        self.config['seen'] = self.attrs['seen'] = self.d['n'] = self.epoch+5
+        self.read += [self.config['n'], self.config.seen, self.attrs['n'], self.box.seen, self.proxy['n'], *self.keys]
+
+
+@held
+def views_of_dicts_and_of_attributes(): return learner(cbs=Views())
 
 
 # Objects with slots, and such that say how they are pickled: as the metrics of torchmetrics do

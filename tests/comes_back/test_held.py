@@ -113,7 +113,7 @@ def from_the_file(make, **options):
 # Of those that found something, one each
 SHORT = [(in_a_job, 'deep_in_a_callback'), (restarted, 'gradients_that_accumulation_left'),
          (resumed, 'a_model_and_an_optimizer_of_a_fit'), (from_the_file, 'exchanged_loaders'),
-         (from_the_file, 'a hook collects')]
+         (from_the_file, 'a hook collects'), (from_the_file, 'views_of_dicts_and_of_attributes')]
 CUT = [(how, name) for how in (in_a_job, restarted, resumed, from_the_file)
        for name in HELD if name not in RUNS_AGAIN]
 

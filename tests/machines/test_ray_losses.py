@@ -146,10 +146,11 @@ def test_a_machine_dies(machines, cluster, shared, capsys):
     raylet = next(o for o in psutil.Process(cluster.nodes[1].pid).children() if 'raylet/raylet' in o.cmdline()[0])
     machines.end()
     with once(shared/'done3', 60, f'kill -9 {raylet.pid}'):     # Ray notices a dead node after seconds
-        learn.distrib_fit(8, launcher=machines, restarts=1)
+        learn.distrib_fit(30, launcher=machines, restarts=1)
     said = capsys.readouterr().out
-    found = re.search(rf'on {cluster.other} died: .*Going on with epoch ([1-7]) on fresh workers \(0 restarts', said)
+    found = re.search(rf'on {cluster.other} died: .*Going on with epoch (\d+) on fresh workers \(0 restarts', said)
     assert found, said
     assert '2 workers (1 machine x 2 on the CPU' in said
     first = int(found[1])
-    assert len(learn.recorder.values) == 8 and len(learn.recorder.losses) == first*25+(8-first)*50
+    assert 0 < first < 30
+    assert len(learn.recorder.values) == 30 and len(learn.recorder.losses) == first*25+(30-first)*50
