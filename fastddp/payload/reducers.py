@@ -163,17 +163,23 @@ def on_gpu():
 
 @reduces(np.ndarray)
 def _(a, pickler):
-    "Pickle a view together with the array whose memory it shows"
+    "Pickle a view together with the array or the storage of a tensor whose memory it shows"
+    if type(a) is not np.ndarray or a.dtype.hasobject or not a.size: return NotImplemented
     root = a
     while isinstance(root.base, np.ndarray): root = root.base
-    is_view = (root is not a and type(root) is np.ndarray and not a.dtype.hasobject
-               and root.flags.c_contiguous)
-    if type(a) is not np.ndarray or not is_view: return NotImplemented
-    offset = a.__array_interface__['data'][0]-root.__array_interface__['data'][0]
-    return load_view, (root, offset, a.shape, a.strides, a.dtype)
+    shown = a.shape,a.strides,a.dtype
+    if isinstance(root.base, torch.Tensor):
+        storage = pickler.canonical(root.base.untyped_storage())
+        return load_on_storage, (storage, _place(a)[0]-storage.data_ptr(), *shown)
+    if root is a or type(root) is not np.ndarray or not root.flags.c_contiguous:
+        return NotImplemented
+    return load_view, (root, _place(a)[0]-_place(root)[0], *shown)
 
 def load_view(root, offset, shape, strides, dtype):
     return np.ndarray(shape, dtype, root, offset, strides)
+
+def load_on_storage(storage, *shown):
+    return load_view(torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), *shown)
 
 @reduces(types.CellType)
 def _(cell, pickler):
@@ -510,6 +516,13 @@ def _(view, pickler): return types.MappingProxyType, (*gc.get_referents(view),)
 @reduces(memoryview)
 def _(view, pickler):
     raise Refused(view, "a memoryview shows the memory of another object: hold that object instead")
+
+def _refuse_iterator(it, pickler):
+    raise Refused(it, "an iterator over a dict or set would be loaded as one over a list: use that")
+
+_ITERATORS = {type(iter(o)) for d in ({}, collections.OrderedDict())
+              for o in (d, d.values(), d.items(), set())}
+for cls in _ITERATORS: reduces(cls, _refuse_iterator)
 
 @reduces(object)
 def _(o, pickler):
