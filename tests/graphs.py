@@ -222,7 +222,7 @@ def contents(o):
         cells = [(i, c.cell_contents) for i, c in enumerate(o.__closure__ or ())]
         return o.__name__, [*cells, ('defaults', o.__defaults__), ('by name', o.__kwdefaults__), *vars_of(o)]
     if isinstance(o, weakref.ref): return None, [('to', o())]
-    if isinstance(o, VIEWS): return None, [('of', *gc.get_referents(o))]
+    if is_view(o): return None, [('of', *gc.get_referents(o))]
     if isinstance(o, torch.utils.hooks.RemovableHandle): return None, [('hook', (o.hooks_dict_ref() or {}).get(o.id))]
     if isinstance(o, (type, types.ModuleType)): return o.__name__, []
     if isinstance(o, enum.Enum): return repr(o), []
@@ -232,7 +232,7 @@ def contents(o):
     return re.sub(' at 0x[0-9a-f]+', '', repr(o)), []
 
 
-VIEWS = types.MappingProxyType, type({}.keys()), type({}.values()), type({}.items())
+def is_view(o): return type(o).__name__ in ('mappingproxy', 'dict_keys', 'dict_values', 'dict_items')
 
 
 def vars_of(o):
@@ -245,7 +245,8 @@ def is_atom(o): return isinstance(o, (int, float, str, bytes, type(None), *_VALU
 
 def is_made_anew(o):
     "True for what Python or a fit makes whenever it is asked for it, so that `is` says nothing of it"
-    return isinstance(o, (tuple, types.MethodType, types.BuiltinFunctionType, functools.partial, *VIEWS))
+    made_anew = tuple, types.MethodType, types.BuiltinFunctionType, functools.partial
+    return isinstance(o, made_anew) or is_view(o)
 
 
 def kind(o):

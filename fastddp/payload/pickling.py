@@ -65,6 +65,7 @@ class Pickler(cloudpickle.Pickler):
         self.dispatch_table = dict(cloudpickle.Pickler.dispatch_table)
         super().__init__(file, protocol=5, buffer_callback=on_buffer)
         self._storages = {}     # (device, address, bytes) -> the first storage that was met there
+        self.arrays = {}        # (address, bytes) -> the first array
         self._reducers = {}     # type -> its reducer: to look it up is slow
         self._replacements = _replacements.get()
         # reducers add to these lists what they have pickled
@@ -82,6 +83,9 @@ class Pickler(cloudpickle.Pickler):
         if not storage.nbytes(): return storage     # those have one address, but share nothing
         place = storage.device,storage.data_ptr(),storage.nbytes()
         return self._storages.setdefault(place, storage)
+    def storage_at(self, place):
+        "Return the first storage of the CPU that was met at a place, `(address, bytes)`, or None"
+        return self._storages.get((torch.device('cpu'), *place))
     # cells are arguments of a function here, so they aren't filled with its state
     def _function_getnewargs(self, f):
         return *super()._function_getnewargs(f)[:4], f.__closure__

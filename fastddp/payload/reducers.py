@@ -46,6 +46,8 @@ from .own import goes_by_value, has_no_code, is_own_module
 # No function here is a collective. Used here of the `Pickler`:
 #   dispatch_table      type -> the reducer of cloudpickle or `copyreg`, which gets the object alone
 #   canonical(storage)  the first storage object that was met at that memory
+#   storage_at(place)   that of the CPU at an address, with so many bytes, or None
+#   arrays              `(address, bytes)` -> the first array that was met there; reducers add to it
 #   definitions         a list of the functions and classes that were pickled by value
 #   named               a list of those and of modules that were pickled by name
 #   to_notebook         True on a rank that pickles a result, False in the notebook
@@ -171,6 +173,10 @@ def _(a, pickler):
     if isinstance(root.base, torch.Tensor):
         storage = pickler.canonical(root.base.untyped_storage())
         return load_on_storage, (storage, _place(a)[0]-storage.data_ptr(), *shown)
+    if root is a and a.flags.forc:      # a tensor may show its memory: `torch.from_numpy(a)`
+        storage = pickler.storage_at(_place(a))
+        if storage is not None: return load_on_storage, (storage, 0, *shown)
+        pickler.arrays.setdefault(_place(a), a)
     if root is a or type(root) is not np.ndarray or not root.flags.c_contiguous:
         return NotImplemented
     return load_view, (root, _place(a)[0]-_place(root)[0], *shown)
@@ -180,6 +186,8 @@ def load_view(root, offset, shape, strides, dtype):
 
 def load_on_storage(storage, *shown):
     return load_view(torch.empty(0, dtype=torch.uint8).set_(storage).numpy(), *shown)
+
+def storage_of(array): return torch.from_numpy(array.ravel('K').view(np.uint8)).untyped_storage()
 
 @reduces(types.CellType)
 def _(cell, pickler):
@@ -205,6 +213,8 @@ def _(storage, pickler):
     own = str(storage.device) if kind != 'cpu' and not pickler.to_notebook else kind
     device = _noted_devices.get(storage, own)
     if not storage.nbytes(): return load_storage, (b'', device)
+    if kind == 'cpu' and (array := pickler.arrays.get(_place(storage))) is not None:
+        return storage_of, (array,)
     if storage._cdata in pickler.blank: return torch.UntypedStorage, (storage.nbytes(),)
     as_bytes = memory_of_storage(on_cpu)
     as_bytes.copied = weakref.ref(storage)

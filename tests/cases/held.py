@@ -234,8 +234,9 @@ class Views(Callback):
     def __init__(self):
         self.config, self.box, self.d, self.read = AttrDict(n=0), Box(), dict(n=0), []
         self.attrs, self.keys, self.proxy = vars(self.box), self.d.keys(), types.MappingProxyType(self.d)
-        self.tensors = [torch.zeros(n) for n in (4, 5000)]
-        self.arrays = [o.numpy()[1:] for o in self.tensors]
+        own = np.zeros(4)
+        self.tensors = [torch.zeros(4), torch.zeros(5000), torch.from_numpy(own)]
+        self.arrays = [*(o.numpy()[1:] for o in self.tensors[:2]), own[1:]]
     def after_epoch(self):
         for t, a in zip(self.tensors, self.arrays):
             t[1] += 1
