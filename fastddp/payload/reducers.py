@@ -174,9 +174,10 @@ def _(a, pickler):
         storage = pickler.canonical(root.base.untyped_storage())
         return load_on_storage, (storage, _place(a)[0]-storage.data_ptr(), *shown)
     if root is a and a.flags.forc:      # a tensor may show its memory: `torch.from_numpy(a)`
-        storage = pickler.storage_at(_place(a))
+        place = _place(a)
+        storage = pickler.storage_at(place)
         if storage is not None: return load_on_storage, (storage, 0, *shown)
-        pickler.arrays.setdefault(_place(a), a)
+        pickler.arrays.setdefault(place, a)
     if root is a or type(root) is not np.ndarray or not root.flags.c_contiguous:
         return NotImplemented
     return load_view, (root, _place(a)[0]-_place(root)[0], *shown)
@@ -537,7 +538,7 @@ for cls in _ITERATORS: reduces(cls, _refuse_iterator)
 @reduces(object)
 def _(o, pickler):
     "Pickle an object with its very `__dict__`, if something else holds that, too"
-    if _n_holders(o) == _ALONE or not _is_reduced_by_attributes(type(o)): return NotImplemented
+    if _n_holders(o) <= _ALONE or not _is_reduced_by_attributes(type(o)): return NotImplemented
     make,args,state,*items = o.__reduce_ex__(5)
     if type(state) is tuple: return NotImplemented      # it has slots
     return make, args, vars(o), *items, _set_dict
@@ -557,7 +558,6 @@ def _set_dict(o, attrs): object.__setattr__(o, '__dict__', attrs)
 
 class _Plain: pass
 _ALONE = _n_holders(_Plain())
-
 
 # %% ../../nbs/payload/090_reducers.ipynb #7a51c0d1
 class StandIn:
