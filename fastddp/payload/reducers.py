@@ -522,7 +522,10 @@ def _view(d, name): return getattr(d, name)()
 for cls in DICT_VIEWS: reduces(cls, _reduce_view)
 
 @reduces(types.MappingProxyType)
-def _(view, pickler): return types.MappingProxyType, (*gc.get_referents(view),)
+def _(view, pickler):
+    d, = gc.get_referents(view)
+    classes = [o for o in gc.get_referrers(d) if isinstance(o, type)]       # whose `vars` it is
+    return (vars, (classes[0],)) if classes else (types.MappingProxyType, (d,))
 
 @reduces(memoryview)
 def _(view, pickler):
@@ -540,8 +543,8 @@ def _(o, pickler):
     "Pickle an object with its very `__dict__`, if something else holds that, too"
     if _n_holders(o) <= _ALONE or not _is_reduced_by_attributes(type(o)): return NotImplemented
     make,args,state,*items = o.__reduce_ex__(5)
-    if type(state) is tuple: return NotImplemented      # it has slots
-    return make, args, vars(o), *items, _set_dict
+    slots = state[1] if type(state) is tuple else {}
+    return make, args, (vars(o), slots), *items, _set_dict_and_slots
 
 def _is_reduced_by_attributes(cls):
     "True if pickle reduces objects of the class to their `__dict__`, and puts it back"
@@ -553,8 +556,10 @@ def _is_reduced_by_attributes(cls):
 
 def _n_holders(o): return sys.getrefcount(getattr(o, '__dict__', None))
 
-# not `setattr`, which a class may override
-def _set_dict(o, attrs): object.__setattr__(o, '__dict__', attrs)
+def _set_dict_and_slots(o, state):
+    attrs,slots = state
+    # not `setattr`, which a class may override
+    for k,v in [('__dict__', attrs), *slots.items()]: object.__setattr__(o, k, v)
 
 class _Plain: pass
 _ALONE = _n_holders(_Plain())
