@@ -229,10 +229,16 @@ class AttrDict(dict):
         self.__dict__ = self
 
 
+class Missing(dict):
+    def __missing__(self, key): return 7
+
+
 class Views(Callback):
     "Writes by one way, and reads by another"
     def __init__(self):
         self.config, self.box, self.d, self.read = AttrDict(n=0), Box(), dict(n=0), []
+        self.named = Box()
+        self.named.__dict__ = Missing()
         self.attrs, self.keys, self.proxy = vars(self.box), self.d.keys(), types.MappingProxyType(self.d)
         own = np.zeros(4)
         self.tensors = [torch.zeros(4), torch.zeros(5000), torch.from_numpy(own)]
@@ -243,6 +249,8 @@ class Views(Callback):
             a[1] += 2
             self.read += [a[0].item(), t[2].item()]
         self.config.n += 1
+        self.named.n = self.epoch
+        self.read.append(type(vars(self.named)).__name__)
         self.box.n = self.epoch
         self.d[self.epoch] = self.epoch
         self.config['seen'] = self.attrs['seen'] = self.d['n'] = self.epoch+5
