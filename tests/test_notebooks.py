@@ -58,6 +58,8 @@ def test_tutorial(path, tmp_path):
     demo.execute(nb, tmp_path, 200)
     ran = [o for o in nb.cells if o.cell_type == 'code']
     assert all(o.execution_count for o in ran)
+    said = [o.text for cell in ran for o in cell.outputs if o.output_type == 'stream' and o.name == 'stderr']
+    assert 'Warning: fastddp' not in ''.join(said), said
     nb.cells = cells
     kept = root/'build'/'executed'/path
     kept.parent.mkdir(parents=True, exist_ok=True)

@@ -400,7 +400,8 @@ _GENERATORS = torch.Generator,np.random.Generator
 # %% ../../nbs/payload/105_kinds.ipynb #d9b5ebc0
 def _reduced(o):
     "Return what an object is pickled as, a tuple or a name; () if it refuses"
-    try: return o.__reduce_ex__(4)
+    of_table = copyreg.dispatch_table.get(type(o))
+    try: return of_table(o) if of_table else o.__reduce_ex__(4)
     except Exception: return ()
 
 ATTRIBUTES,FUNCTION,CELL = Attributes(),Function(),Cell()

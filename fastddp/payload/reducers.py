@@ -541,10 +541,10 @@ for cls in _ITERATORS: reduces(cls, _refuse_iterator)
 @reduces(object)
 def _(o, pickler):
     "Pickle an object with its very `__dict__`, if something else holds that, too"
-    attrs = getattr(o, '__dict__', None)
-    # it may be set to one of a subclass of dict
-    if _n_holders(o) <= _ALONE and type(attrs) is dict or not _is_reduced_by_attributes(type(o)):
+    if type(o) in pickler.dispatch_table or not _is_reduced_by_attributes(type(o)):
         return NotImplemented
+    # it may have been set to one of a subclass
+    if _n_holders(o) <= _ALONE and type(o.__dict__) is dict: return NotImplemented
     make,args,state,*items = o.__reduce_ex__(5)
     slots = state[1] if type(state) is tuple else {}
     return make, args, (vars(o), slots), *items, _set_dict_and_slots

@@ -71,7 +71,6 @@ def test_encoder_of_one_in_the_other(tmp_path):
     assert accuracies[0] > .9 and accuracies[0] == pytest.approx(accuracies[1], abs=.1), accuracies
 
 
-@pytest.mark.full
 def test_language_model_predictions():
     "Streams stay in one process"
     seed_all()
