@@ -175,6 +175,7 @@ def test_what_the_notebook_was_started_with_stays_there(monkeypatch):
     assert started.items() <= launch_ray.surroundings(True, [])[0].items()
 
 
+@needs_ray
 def test_secrets_stay_on_the_notebooks_machine(machines, monkeypatch):
     "Apart from those that are named"
     secrets = dict(MY_API_KEY='a', DB='postgres://me:b@host', HF_TOKEN='c')

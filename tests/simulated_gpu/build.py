@@ -1,5 +1,5 @@
 """Compiles the simulated device, once for each version of torch and of its source, into build/simulated_gpu"""
-import fcntl, hashlib, shutil, subprocess, sys, sysconfig
+import fcntl, hashlib, importlib.metadata, shutil, subprocess, sys, sysconfig
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name('device.cpp')
@@ -12,6 +12,8 @@ def why_not():
     if not sys.platform.startswith('linux'): return 'simulated GPUs need Linux'
     if shutil.which('g++') is None: return 'simulated GPUs need g++'
     if not Path(sysconfig.get_path('include'), 'Python.h').exists(): return 'simulated GPUs need the headers of Python'
+    # before, `init_process_group(device_id=)` takes GPUs of CUDA only
+    if [*map(int, importlib.metadata.version('torch').split('.')[:2])] < [2, 7]: return 'simulated GPUs need torch 2.7'
 
 
 def library():

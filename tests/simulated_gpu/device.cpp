@@ -160,7 +160,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
   }
   void uncheckedSetDevice(c10::Device d) const noexcept override { if (d.index() >= 0) current = d.index(); }
   c10::DeviceIndex deviceCount() const noexcept override { return device_count(); }
-  c10::Stream getStream(c10::Device d) const override {
+  c10::Stream getStream(c10::Device d) const noexcept override {
     auto i = or_current(d.index());
     return c10::Stream(c10::Stream::UNSAFE, {kDevice, i}, stream_of[i]);
   }
@@ -172,7 +172,7 @@ struct Guard final : c10::impl::DeviceGuardImplInterface {
     return c10::Stream(c10::Stream::UNSAFE, {kDevice, or_current(d.index())}, 1 + n++ % 8);
   }
   c10::Stream getStreamFromGlobalPool(c10::Device d, bool) const override { return getNewStream(d, 0); }
-  c10::Stream exchangeStream(c10::Stream s) const override {
+  c10::Stream exchangeStream(c10::Stream s) const noexcept override {
     auto old = getStream(s.device());
     stream_of[s.device_index()] = s.id();
     return old;
@@ -207,8 +207,8 @@ at::Generator& generator(int i) {
 
 struct Hooks : at::PrivateUse1HooksInterface {
   bool hasPrimaryContext(c10::DeviceIndex) const override { return true; }
-  bool isBuilt() const override { return true; }
-  bool isAvailable() const override { return device_count() > 0; }
+  bool isBuilt() const { return true; }
+  bool isAvailable() const { return device_count() > 0; }
   void init() const override {}
   c10::DeviceIndex deviceCount() const override { return device_count(); }
   void setCurrentDevice(c10::DeviceIndex i) const override { current = i; }
