@@ -236,11 +236,14 @@ _setups = {}        # name of a function -> (key, function), in the notebook
 _done = set()       # keys of those that this worker has run
 
 def setup(fn):
-    """Have each worker run `fn()` once, before it loads what a call sends: also those that run
-    already. A function of the same name replaces the last one. Returns `fn`, so it may be used as
-    a decorator; `fastddp.setup(None)` forgets all of them"""
-    if fn is None: _setups.clear()
-    else: _setups[getattr(fn, '__qualname__', repr(fn))] = uuid.uuid4().hex,fn
+    """Run `fn()` at once, and once in each worker, also in those that run already, before it loads
+    what a call sends. A function of the same name replaces the last one. Returns `fn`, so it may be
+    used as a decorator; `fastddp.setup(None)` forgets all of them"""
+    if fn is None:
+        _setups.clear()
+        return
+    fn()        # else the lists and dicts of the libraries here would be sent, and take it back
+    _setups[getattr(fn, '__qualname__', repr(fn))] = uuid.uuid4().hex,fn
     return fn
 
 # %% ../../nbs/payload/106_patches.ipynb #db71859b

@@ -29,6 +29,7 @@ def attempt(probe):
 
 def found(probes, two):
     learn = learner(train=8, valid=4, cbs=Probe(probes))
+    learn.probe.needs = Image.Image     # what a library keeps goes along with what a learner has of it
     learn.distrib_fit(1, nprocs=2, launcher=two)
     return learn.probe.found
 
@@ -112,6 +113,11 @@ def test_what_first_cells_set_and_reset(two):
     assert found(PROBES, two) == before     # the same workers
 
 
+def forget():
+    Image.ID.remove('MINE')
+    for o in Image.OPEN, Image.EXTENSION: o.pop('MINE', o.pop('.mine', None))
+
+
 def register():
     class MineFile(PngImagePlugin.PngImageFile): format = 'MINE'
     Image.register_open('MINE', MineFile, lambda head: head[:4] == b'MINE')
@@ -127,8 +133,11 @@ def test_a_function_that_workers_run_first(two):
     fastddp.setup(register)
     try:
         assert found(NO_VALUE, two) == {'plug-in': "'MINE'", 'codec': "b'a'"}
-        assert ranch(2, lambda: attempt(NO_VALUE['codec']))[1] == "b'a'"       # rank 0 is this process
-    finally: fastddp.setup(None)
+        assert {k: attempt(p) for k, p in NO_VALUE.items()} == found(NO_VALUE, two)      # in this process, too
+        assert ranch(2, lambda: attempt(NO_VALUE['codec'])) == ["b'a'"]*2
+    finally:
+        fastddp.setup(None)
+        forget()
 
 
 def test_a_private_value_on_torch_fails_no_call(two, monkeypatch):
@@ -154,9 +163,7 @@ def test_what_a_failed_worker_lacks_is_named():
     register()
     try:
         with pytest.raises(RankRaised) as e: learn.distrib_fit(1, nprocs=2)
-    finally:
-        Image.ID.remove('MINE')
-        for o in Image.OPEN, Image.EXTENSION: o.pop('MINE', o.pop('.mine', None))
+    finally: forget()
     assert 'PIL.Image.OPEN' in str(e.value) and 'fastddp.setup(fn)' in str(e.value)
 
 
