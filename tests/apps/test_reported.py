@@ -1,6 +1,6 @@
 """What public reports of users of several processes are about: each trains as in one process, or is refused by one
 sentence before anything starts."""
-import threading, warnings
+import threading
 import pytest, torch
 from fastai.callback.core import Callback
 from fastddp.all import NotPicklable
@@ -60,9 +60,7 @@ class Opens(Writes):
 def test_a_writer_that_is_opened_where_it_is_used(tmp_path, launcher):
     pytest.importorskip('torch.utils.tensorboard')
     learn = learner(cbs=Opens(tmp_path/'run'))
-    with warnings.catch_warnings():
-        warnings.filterwarnings('error', 'fastddp')
-        learn.distrib_fit(2, nprocs=2, launcher=launcher)
+    learn.distrib_fit(2, nprocs=2, launcher=launcher)
     assert [*(tmp_path/'run').glob('events*')] and learn.opens.writer is None
 
 

@@ -43,6 +43,7 @@ class Uses(Makes):
     def after_batch(self): next(self.other)
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_what_is_not_made_there_stays_and_the_error_of_a_worker_names_it(two, capsys):
     learn = learner(train=16, valid=8, cbs=Makes())
     learn.makes.other = other = (i for i in range(3))

@@ -68,7 +68,7 @@ def assert_same(there, here, otherwise=OTHERWISE):
 @pytest.mark.few(24)
 @pytest.mark.parametrize('name', HELD)
 @pytest.mark.parametrize('here', [False, True])
-def test_held(two, here, name, recwarn):
+def test_held(two, here, name):
     "After two fits with a validation between them, the calls of a block, on workers or with `InProcess()`"
     def run(options):
         kept = Kept(name)
@@ -79,7 +79,6 @@ def test_held(two, here, name, recwarn):
         return kept.done()
     options = dict(launcher=InProcess()) if here else dict(nprocs=2, launcher=two, batch='global')
     assert_same(run(options), run(None))
-    assert not [w.message for w in recwarn if 'fastddp' in str(w.message)]
 
 
 def in_a_job(make, **options):

@@ -14,9 +14,6 @@ from fastddp.process.workers import Workers
 from learners import make_learner, mlp
 from spread import long_but
 
-# all of a fit's state can travel: nothing of ours is in its way
-pytestmark = pytest.mark.filterwarnings('error:fastddp')
-
 CUTS = {   # what, event, rank, epoch, batch, what is raised, complete epochs afterwards, recorded batches afterwards
     'interrupt in an epoch': ('interrupt', 'before_batch/train', 1, 1, 2, KeyboardInterrupt, 1, 9),
     'interrupt in the first epoch': ('interrupt', 'before_batch/train', 0, 0, 2, KeyboardInterrupt, 0, 2),

@@ -20,8 +20,6 @@ from spread import long_but
 from test_interrupt import wait_for
 import faults
 
-pytestmark = pytest.mark.filterwarnings('error:fastddp')
-
 
 @pytest.fixture(scope='module')
 def two():

@@ -6,7 +6,7 @@ from torch import nn
 from losses import Scaled
 from parity import Collect, assert_ranks_alike, fit_both, largest, learner, mlp, warm
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = [pytest.mark.timeout(120), pytest.mark.filterwarnings('default:fastddp')]
 
 
 @pytest.fixture(scope='module')

@@ -83,6 +83,7 @@ def test_one_rank_leaves_and_all_do(two):
     assert len(learn.recorder.losses) == len(one.recorder.losses) == 3
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_one_rank_makes_no_backward_pass(two):
     "It takes part in the sums of the others, and has their loss"
     learn, there, loss = learner(train=16, kind=LeavesOutAPass), OnDevice(), LossOfBatch()

@@ -50,6 +50,7 @@ class LeavesOutAPass(Learner):
         if group.rank() < self.n-1: super()._backward()
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 @pytest.mark.full
 def test_one_rank_makes_no_backward_pass(ranks, capfd):
     "The others don't wait for it; that it steps by itself is found at the end of the epoch, and named"
@@ -64,6 +65,7 @@ def test_one_rank_makes_no_backward_pass(ranks, capfd):
     assert capfd.readouterr().err.count("the workers' weights had drifted apart") == 1
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_a_first_batch_that_is_read_whole_and_has_no_backward_pass_on_one_rank(two):
     "Both have read the same, and say so"
     learn = learner(train=16, kind=LeavesOutAPass)

@@ -195,6 +195,7 @@ class Noise(Callback):
         self.seen = [float(o) for o in group.all_gather_object(own)]
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_weights_that_drift_become_rank_0s_with_one_warning(tmp_path, capfd):
     learn = plain(4, path=tmp_path)
     noise = Noise(learn)
