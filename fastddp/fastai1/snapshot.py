@@ -30,7 +30,7 @@ from ..shard.sharded import Sharded, original
 # while the batches of a loader are those of all ranks (`loaders.global_batches`)
 _STAYS = {
     'fastai.basic_train.Learner': 'fit validate get_preds distrib_session',
-    'fastai.callback.Callback': 'pbar',
+    'fastai.basic_train.Recorder': 'pbar',
     'fastai.callbacks.rnn.RNNTrainer': 'raw_out out',
     'fastai.basic_data.DataBunch': 'device',
     'fastai.basic_data.DeviceDataLoader': 'dl device',
@@ -91,7 +91,7 @@ def snapshot(learn,
                  if hasattr(dl.dataset, '__dict__')]
         loaders = [o for o in (*own, *of_torch, *lists) if o is not None]
         places = Places(root, left_out, loaders=loaders).walk()
-        without_bars = [without_attrs(cb, 'pbar') for cb in callbacks]
+        without_bars = [without_attrs(cb, *left_out(type(cb))) for cb in callbacks]
         without_block = without_attrs(learn, *left_out(type(learn)))
         payload = dump_snapshot(dict(obj, edges=places.table()), _where_to_look(learn, callbacks),
                                 without_block, *without_bars,

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 from fastai.callback.core import CancelEpochException
+from fastai.callback.progress import ProgressCallback
 from fastcore.basics import store_attr
 from fastcore.foundation import L
 import numpy as np, torch
@@ -207,7 +208,8 @@ class ResumeFit(OurCallback):
         if self.loss_scale and learn.scaler: learn.scaler.load_state_dict(self.loss_scale)
         # fastprogress fails if the first update of a bar isn't that to 0
         for cb in self.resumed_cbs:
-            if bar := vars(cb).get('mbar'): bar.update(0)
+            bar = isinstance(cb, ProgressCallback) and vars(cb).get('mbar')
+            if bar: bar.update(0)
         # show the rows of the epochs that are done
         if not hasattr(learn, 'recorder'): return
         learn.recorder.metric_names = names     # of the metrics that the learner has now

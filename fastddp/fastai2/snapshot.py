@@ -14,6 +14,8 @@ from typing import NamedTuple
 
 import torch
 from fastai.callback.core import Callback
+from fastai.callback.fp16 import MixedPrecision
+from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
@@ -50,7 +52,10 @@ from ..shard.sharded import Sharded, is_sharded, original, write_back
 _STAYS = {
     Learner: 'logger create_mbar dl xb yb pred loss loss_grad lock distrib_session borrowed',
     GradScaler: '_per_optimizer_states',
-    Callback: 'pbar mbar old_logger autocast _state',
+    Callback: '_state',
+    ProgressCallback: 'pbar mbar old_logger',
+    CSVLogger: 'old_logger',
+    MixedPrecision: 'autocast',
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
     TorchLoader: '_iterator _shard',

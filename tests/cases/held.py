@@ -126,6 +126,9 @@ class NamesOfTheLearner(Callback):
     def __init__(self):
         self.loss, self.pred, self.opt, self.logger, self.scaler, self.model, self.dl = [], [], {}, [], 1., None, None
     def before_fit(self): self.model, self.dl = deepcopy(self.learn.model), self.learn.dls.valid
+    def before_epoch(self):
+        # those of fastai's own callbacks
+        for k in 'pbar', 'mbar', 'old_logger', 'autocast': setattr(self, k, [*vars(self).get(k, []), self.epoch])
     def after_epoch(self):
         for o in self.loss, self.pred, self.logger: o.append(self.epoch)
         self.opt[self.epoch], self.scaler = 'seen', self.scaler*2

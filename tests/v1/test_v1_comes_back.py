@@ -28,7 +28,7 @@ class Reports(LearnerCallback):
     def __init__(self, learn):
         super().__init__(learn)
         self.box, self.tensors, self.frame = Box(), dict(a=[torch.zeros(2)]), pd.DataFrame(dict(a=[1.], b=[[1]]))
-        self.box.inner, self.box.owner, self.loss_func = Box(), learn.model, []
+        self.box.inner, self.box.owner, self.loss_func, self.pbar = Box(), learn.model, [], []
         self.box.inner.by_epoch, self.mine = [dict(seen=[])], [{1, 2}, nn.Linear(2, 2), random.Random(3)]
         self.learners = [learn.model[0], learn.model[0].weight, learn.data.valid_dl, learn.data.train_ds]
     def on_epoch_end(self, epoch, **kwargs):
@@ -38,7 +38,7 @@ class Reports(LearnerCallback):
         self.tensors['a'][0] += 1
         self.frame.at[0, 'b'].append(epoch)
         self.frame.loc[0, 'a'] = epoch+.5
-        self.loss_func.append(epoch)
+        for o in self.loss_func, self.pbar: o.append(epoch)
         self.learn.told, self.learn.data.told = inner.last, [epoch]
 
 
