@@ -1113,6 +1113,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.metrics_of': ( 'fastai2/metrics.html#metrics_of',
                                                                                  'fastddp/fastai2/metrics.py'),
+                                         'fastddp.fastai2.metrics.refuse_in_training': ( 'fastai2/metrics.html#refuse_in_training',
+                                                                                         'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.sum_state': ( 'fastai2/metrics.html#sum_state',
                                                                                 'fastddp/fastai2/metrics.py'),
                                          'fastddp.fastai2.metrics.summed_attrs': ( 'fastai2/metrics.html#summed_attrs',

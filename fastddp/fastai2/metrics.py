@@ -16,6 +16,7 @@ from fastai.metrics import AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, LossM
 from fastcore.foundation import L
 
 from ..base import group
+from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .batch import part_of, step_of
 from .events import OurCallback, _FIRST
@@ -42,20 +43,25 @@ def sum_state(m,     # A metric
 # %% ../../nbs/fastai2/708_metrics.ipynb #a290f516
 _MEAN = ('total','count')
 _AREAS = ('inter','union')
-# Class of metrics -> names of the attributes that add up
+# Class of metrics, or its name -> names of the attributes that add up
 SUMMED_ATTRS = {
     AvgMetric: _MEAN, AvgLoss: _MEAN, LossMetric: _MEAN, Dice: _AREAS, DiceMulti: _AREAS,
     CorpusBLEUMetric: ('pred_len','targ_len','corrects','counts'),
     # the callback that computes a `ValueMetric` runs on every rank
-    ValueMetric: (), Metric: ()}
+    ValueMetric: (), Metric: (),
+    # fastxtend's Recorder has these for the loss; a smooth one is the same on all ranks
+    'fastxtend.metrics.AvgLossX': _MEAN, 'fastxtend.metrics.AvgMetricX': _MEAN,
+    'fastxtend.metrics.AvgSmoothLossX': ()}
 
 def summed_attrs(m):
     "Return the names of the attributes of a metric `m` that add up; None if its state is unknown"
     cls = type(m)
-    known = next((c for c in cls.__mro__ if c in SUMMED_ATTRS), None)
-    # a subclass that overrides one of these methods may keep anything
-    if known and cls.accumulate is known.accumulate and cls.reset is known.reset:
-        return SUMMED_ATTRS[known]
+    for known in cls.__mro__:
+        attrs = SUMMED_ATTRS.get(known, SUMMED_ATTRS.get(f'{known.__module__}.{known.__name__}'))
+        if attrs is None: continue
+        # a subclass that overrides one of these methods may keep anything
+        is_same = cls.accumulate is known.accumulate and cls.reset is known.reset
+        return attrs if is_same else None
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #eeff5a46
 def merge_state(m):
@@ -72,6 +78,14 @@ def how_reduced(m):
     is_same = all(getattr(cls, k, None) is getattr(AccumMetric, k)
                   for k in ('reset','accumulate','accum_values'))
     return 'join' if is_same else None
+
+def refuse_in_training(m):
+    "Refuse a metric whose states on all ranks, which have a part of each batch, can't become one"
+    if how_reduced(m): return
+    raise CantDistribute(f"{type(m).__name__} in training (train_metrics=True): each worker has a "
+                         "part of a batch, and this metric's state doesn't add up. Give it a "
+                         "method merge(states), or compute it in validations only: there any "
+                         "metric works.")
 
 def join_state(m):
     """Give an `AccumMetric` the predictions and targets of all ranks, which have had batches in
@@ -119,6 +133,7 @@ class Phase:
         "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
         self.used.add(i)
         if not self.is_training: return type(m).accumulate(m, learn)
+        refuse_in_training(m)
         if not step_of(learn).counts[0]: return     # no item of this rank counts
         pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
         with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)

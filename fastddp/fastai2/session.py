@@ -19,7 +19,7 @@ from ..base.scoped import Interrupts, with_attrs
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
-from .metrics import how_reduced, metrics_of
+from .metrics import metrics_of, refuse_in_training
 from .resume import UserCall, checkpoint_writer
 from .snapshot import apply, holds, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
@@ -193,12 +193,7 @@ class Session(BaseSession):
         "Refuse metrics of training whose states on all workers can't become one"
         recorder = getattr(self.learn, 'recorder', None)
         if self.n == 1 or not getattr(recorder, 'train_metrics', False): return
-        unknown = [type(m).__name__ for m in metrics_of(self.learn) if how_reduced(m) is None]
-        if not unknown: return
-        raise CantDistribute(f"train_metrics=True with {unknown[0]}: each worker has a part of a "
-                             "batch, and this metric's state doesn't add up. Give it a method "
-                             "merge(states), or leave train_metrics out: in a validation any "
-                             "metric works.")
+        for m in metrics_of(self.learn): refuse_in_training(m)
     def _warn_of_streams(self):
         "Warn if the batches of all workers break the streams of a model that keeps state"
         learn = self.learn

@@ -18,12 +18,14 @@ def table(tmp_path):
     return pd.DataFrame(rows)
 
 
-@pytest.mark.libraries('fastMONAI', '`MedPatchDataLoaders`: patches of volumes')
+@pytest.mark.libraries('fastMONAI', '`MedPatchDataLoaders`: patches of volumes',
+                       know='`learn.dls = DataLoaders(dls.train, dls.valid)`, as the error says')
 def test_patches(table):
     config = PatchConfig(patch_size=[8, 8, 8], samples_per_volume=4, queue_length=100, queue_num_workers=0)
     def make(bs):
         dls = MedPatchDataLoaders.from_df(table, 'image', 'mask', valid_col='valid', patch_config=config, bs=bs,
                                           device=torch.device('cpu'))
+        dls = DataLoaders(dls.train, dls.valid)
         return Learner(dls, UNet(3, 1, 1, channels=(4, 8), strides=(2,), norm='INSTANCE'),
                        loss_func=CustomLoss(loss_func=DiceLoss(sigmoid=True)), metrics=binary_dice_score, opt_func=SGD)
     assert_same(*both(make, 'fit', 1, 1e-2, bs=2), 1e-3)

@@ -10,7 +10,7 @@ from fastai.metrics import (AccumMetric, CorpusBLEUMetric, Dice, DiceMulti, F1Sc
                             mse, rmse,
                             skm_to_fastai)
 from torch import nn
-from fastddp.all import CantDistribute
+from fastddp.all import CantDistribute, RankRaised
 from parity import Collect, assert_ranks_alike, fit_both, items, learner, mlp, seed, alone_like, values, warm
 from spread import long_but
 
@@ -335,8 +335,19 @@ def test_a_metric_may_read_what_it_likes(ranks, metric, capfd):
 def test_a_metric_of_training_whose_state_does_not_add_up_is_refused():
     learn = learner(metrics=Spread())
     learn.recorder.train_metrics = True
-    with pytest.raises(CantDistribute, match=r"train_metrics=True with Spread.*merge\(states\)"):
-        learn.distrib_fit(1, nprocs=2)
+    with pytest.raises(CantDistribute, match=REFUSED): learn.distrib_fit(1, nprocs=2)
+
+
+REFUSED = r"Spread in training.*merge\(states\)"
+
+
+def accumulate_in_training(learn):
+    if learn.training: learn.metrics[0].accumulate(learn)
+
+
+def test_one_that_a_callback_accumulates_is_refused_in_the_first_batch():
+    learn = learner(metrics=Spread(), cbs=Callback(after_loss=accumulate_in_training))
+    with pytest.raises(RankRaised, match=REFUSED): learn.distrib_fit(1, nprocs=2)
 
 
 @pytest.mark.holds('Losses', "Losses during training are those of the global batches")
