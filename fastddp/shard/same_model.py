@@ -9,6 +9,7 @@ __all__ = []
 import contextlib, warnings
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
@@ -124,27 +125,32 @@ def first_of(names, most):
     "Return the first `most` of the `names`, and how many more there are, as text"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
-def _checksum(p):
-    "Return the sum of all bits of a parameter, in words of 64, as a scalar tensor"
-    data = p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8)
-    # a view as words must begin at a multiple of 8 bytes
-    if data.storage_offset()%8: data = data.clone()
-    n = len(data)//8*8
-    return data[:n].view(torch.int64).sum()+data[n:].sum()
+_PIECE = 2**23      # bytes
+_ODD = 0x9E3779B97F4A7C15-2**64     # the golden ratio, in 64 bits: its products spread
 
-def _checksums(params):
-    "Return the `_checksum` of each parameter as a list of numbers; the host waits for a GPU once"
-    sums = [_checksum(p) for p in params]
-    return torch.stack([o.to(sums[0].device) for o in sums]).tolist() if sums else []
+def _hash(p):
+    "Return a hash of all bits of a parameter, as a scalar tensor"
+    res = torch.zeros((), dtype=torch.int64, device=p.device)
+    # made in a forward pass: fastai 1's AWD_LSTM puts weights with dropout in the place of its own
+    if not p.is_leaf: return res
+    for piece in p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8).split(_PIECE):
+        words = F.pad(piece, (0, -len(piece)%8)).view(torch.int64)*_ODD
+        words ^= words >> 32
+        res = res*_ODD+(words*torch.arange(1, 2*len(words), 2, device=words.device)).sum()
+    return res
+
+def _hashes(params):
+    "Return the `_hash` of each parameter as a list of numbers; the host waits for a GPU once"
+    found = [_hash(p) for p in params]
+    return torch.stack([o.to(found[0].device) for o in found]).tolist() if found else []
 
 @torch.no_grad()
 def sync_params(named # `(name, parameter)` pairs
 ): # `(names of the parameters that differed, the largest difference of an element)`
     "Give all ranks rank 0's values of the parameters that differ. A collective operation"
     named = [(name,p) for name,p in named if p.numel()]
-    checksums_of_ranks = group.all_gather_object(_checksums([p for _,p in named]))
-    differ = [pair for pair,*checksums in zip(named, *checksums_of_ranks)
-              if len({*checksums}) > 1]
+    of_ranks = group.all_gather_object(_hashes([p for _,p in named]))
+    differ = [pair for pair,*hashes in zip(named, *of_ranks) if len({*hashes}) > 1]
     if not differ: return [],0.
     names,params = zip(*differ)
     old = [p.detach().clone() for p in params]

@@ -16,6 +16,7 @@ class Makes(LearnerCallback):
     def on_epoch_end(self, **kwargs): next(self.numbers), next(self.letters), next(self.learn.stream)
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 @pytest.mark.parametrize('then', ['validate', 'get_preds', 'fit'])
 def test_what_is_made_before_a_fit_is_not_sent(then):
     learn = plain(4)
@@ -27,6 +28,7 @@ def test_what_is_made_before_a_fit_is_not_sent(then):
     assert 'stream' in vars(learn)
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_what_is_not_made_there_stays(capsys):
     learn = plain(4)
     learn.callbacks.append(Makes(learn))
