@@ -2667,8 +2667,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastddp.payload.patches._names': ('payload/patches.html#_names', 'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._namespaces': ( 'payload/patches.html#_namespaces',
                                                                                   'fastddp/payload/patches.py'),
-                                         'fastddp.payload.patches._ordered': ( 'payload/patches.html#_ordered',
-                                                                               'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._owner': ('payload/patches.html#_owner', 'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._pack': ('payload/patches.html#_pack', 'fastddp/payload/patches.py'),
                                          'fastddp.payload.patches._package': ( 'payload/patches.html#_package',

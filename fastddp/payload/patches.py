@@ -438,17 +438,13 @@ _NAMED = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, *INNE
 
 def _is_named(v): return type(v) in _NAMED or issubclass(type(v), type)
 
-def _ordered(v):
-    "Return a long text or list in a fixed order: libraries make some of them of sets"
-    return v if len(v) < 40 else ''.join(sorted(v)) if type(v) is str else sorted(v)
-
 def _mark(v):
     "Return a number for a value, the same in another process; it is even for functions and classes"
     t = type(v)
     if t is int and v in _OF_PROCESS: text = 'of this process'
-    elif issubclass(t, _VALUES): text = _ordered(repr(v))
+    elif issubclass(t, _VALUES): text = repr(v)
     elif t in INNER_FUNCTIONS: text = repr([_mark(getattr(v, k)) for k in INNER_FUNCTIONS[t]])
-    elif t is tuple: text = repr(_ordered([*map(_mark, v)]))
+    elif t is tuple: text = repr([*map(_mark, v)])
     else:
         o = v if _is_named(v) else t
         text = f"{getattr(o, '__module__', '')}.{getattr(o, '__qualname__', '')}"

@@ -1,5 +1,5 @@
 """What a notebook's first cells set in libraries: workers have it, and lose it when the notebook resets it"""
-import codecs, collections, collections.abc, functools, io, os, ssl, subprocess, sys, types
+import codecs, collections, collections.abc, functools, io, os, ssl, string, subprocess, sys, types
 import fastddp, matplotlib, numpy as np, pandas as pd, pytest, scipy, sklearn, torch, torch._dynamo
 import sklearn.linear_model, torch.utils.checkpoint
 from fastai.callback.core import Callback
@@ -52,6 +52,7 @@ ATTRIBUTES = {
     'a number as large as a time': (ImageFile, 'MAXBLOCK', 10**10, "__import__('PIL.ImageFile').ImageFile.MAXBLOCK"),
     'a number like that of the process': (ImageFile, 'SIZE', os.getpid(), "__import__('PIL.ImageFile').ImageFile.SIZE"),
     'a long text': (Image, 'NOTICE', 'x'*100_000, "len(__import__('PIL.Image').Image.NOTICE)"),
+    'a long text in another order': (string, 'printable', string.printable[::-1], "__import__('string').printable[:9]"),
     'an array': (Image, 'TABLE', np.arange(300_000), "int(__import__('PIL.Image').Image.TABLE.sum())"),
     'nothing in the place of a number': (Image, 'MAX_IMAGE_PIXELS', None,
                                          "__import__('PIL.Image').Image.MAX_IMAGE_PIXELS"),
