@@ -290,8 +290,9 @@ class NotPicklable(CantDistribute):
                      "process.")
         else: other = ", or leave it out."
         return (f"{self.path} can't be sent to the workers ({self.why}). Make it where it is used, "
-                f"in the function or method that runs on the workers{other} Other ways: "
-                "docs/what_comes_back.md, with __getstate__ and copyreg.pickle.")
+                f"in the function or method that runs on the workers{other} Or its "
+                "class says what of it is sent: by a __getstate__ that leaves it out, or by "
+                "copyreg.pickle(cls, lambda o: (make, arguments)).")
 
 # %% ../../nbs/base/002_errors.ipynb #83a3982c
 def _headed(title, lines):
