@@ -65,8 +65,8 @@ def _formats():
 _BACKENDS = '''
     cudnn.enabled cudnn.benchmark cudnn.benchmark_limit cudnn.deterministic cudnn.allow_tf32
     cuda.matmul.allow_tf32 fp32_precision cudnn.fp32_precision cuda.matmul.fp32_precision
-    cudnn.conv.fp32_precision cudnn.rnn.fp32_precision
-    mkldnn.enabled mkldnn.matmul.fp32_precision mkldnn.conv.fp32_precision mkldnn.rnn.fp32_precision'''.split()
+    cudnn.conv.fp32_precision cudnn.rnn.fp32_precision mkldnn.enabled
+    mkldnn.matmul.fp32_precision mkldnn.conv.fp32_precision mkldnn.rnn.fp32_precision'''.split()
 _ATTENTION = 'flash_sdp','mem_efficient_sdp','math_sdp','cudnn_sdp'
 
 SETTINGS = {        # What sets it -> `Setting`
