@@ -134,9 +134,8 @@ def check(table, repeats=None):
         for _ in range(repeats):
             times['plain'].append(timed(name))
             times['rank'].append(timed(name, machine.ranks(1)))
-            # each of these is a torchrun with processes that import all anew, and know no simulated GPU: in a dry run one
-            # is enough
-            if name == 'convnet' if machine.DRY else not machine.SIMULATED: times['script'].append(by_script(name))
+            # each of these is a torchrun with processes that import all anew: in a dry run one is enough
+            if not machine.DRY or name == 'convnet': times['script'].append(by_script(name))
         for peer, goal in ('plain', case.goal), ('script', .97):
             if not times[peer]: continue
             ratio = machine.median_ratio(times[peer], times['rank'])
