@@ -10,7 +10,7 @@ with the communication inside it.
 import cProfile, json, os, pstats, statistics, sys, time
 from fastai.callback.core import Callback
 from fastddp.all import *
-from fastddp.shard.same_model import _checksum
+from fastddp.shard.same_model import _hash
 from cases import CASES
 from common import arguments, save, show
 from throughput import PLAIN, by_hand, one_epoch, run_self, torchrun
@@ -61,7 +61,7 @@ def digest_row(name):
     params, times = list(learn.model.parameters()), []
     for _ in range(20):
         at = time.perf_counter()
-        for p in params: _checksum(p)
+        for p in params: _hash(p)
         times.append(time.perf_counter()-at)
     ours = round(statistics.median(times)*1e6/len(learn.dls.train))
     return dict(where='digest of the weights, once an epoch', ours=ours, script=0)
