@@ -436,6 +436,12 @@ def _(file, pickler):
     if isinstance(file, (io.StringIO, io.BytesIO)): return NotImplemented
     raise Refused(file, f"an open file: {getattr(file, 'name', file)!r}")
 
+@reduces(types.MethodType)
+def _(method, pickler):
+    "Pickle a method of stdout or stderr, such as tqdm keeps, by name: a worker has other classes"
+    if not isinstance(method.__self__, io.IOBase): return NotImplemented
+    return getattr, (method.__self__, method.__name__)
+
 @reduces(zipfile.ZipFile)
 def _(archive, pickler):
     if not archive.fp or type(archive) in copyreg.dispatch_table: return NotImplemented
