@@ -131,9 +131,9 @@ class Phase:
         for m in self.metrics: vars(m).pop('accumulate', None)
     def accumulate(self, m, i, learn):
         "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
+        if self.is_training and i not in self.used: refuse_in_training(m)
         self.used.add(i)
         if not self.is_training: return type(m).accumulate(m, learn)
-        refuse_in_training(m)
         if not step_of(learn).counts[0]: return     # no item of this rank counts
         pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
         with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)

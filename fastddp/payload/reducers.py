@@ -439,8 +439,9 @@ def _(file, pickler):
 @reduces(types.MethodType)
 def _(method, pickler):
     "Pickle a method of stdout or stderr, such as tqdm keeps, by name: a worker has other classes"
-    if not isinstance(method.__self__, io.IOBase): return NotImplemented
-    return getattr, (method.__self__, method.__name__)
+    file,name = method.__self__,getattr(method, '__name__', '')
+    is_by_name = isinstance(file, io.IOBase) and getattr(file, name, None) == method
+    return (getattr, (file, name)) if is_by_name else NotImplemented
 
 @reduces(zipfile.ZipFile)
 def _(archive, pickler):

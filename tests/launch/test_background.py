@@ -49,6 +49,16 @@ def until(cond):
 def first_epoch(job): until(lambda: job.epoch is not None or job.done())
 
 
+def test_variables_of_a_cell_change_when_the_fit_ends():
+    told = []
+    class Tells(Callback):
+        def after_epoch(self): told.append(self.epoch)
+    job = learner(cbs=Tells()).distrib_fit(2, nprocs=2, wait=False)
+    assert job.exception() is None and told == [0, 1]
+    job.result()
+    assert told == [0, 1]
+
+
 def test_result_is_that_of_the_foreground(two):
     here, there = learner(), learner()
     seed(1)
