@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/payload/105_kinds.ipynb #50ea6661
 import copyreg, ctypes, datetime, decimal, enum, fractions, functools
-import hashlib, operator, pathlib, re, sys, types, uuid, weakref
+import hashlib, logging, operator, pathlib, re, sys, types, uuid, weakref
 from array import array
 from collections import OrderedDict, defaultdict, deque
 from itertools import chain
@@ -419,7 +419,7 @@ _CONSTANTS = (tuple, frozenset, types.MethodType, types.BuiltinFunctionType, typ
 _LEAVES = (types.ModuleType, types.CodeType, types.GeneratorType, types.CoroutineType,
            types.MethodWrapperType, types.WrapperDescriptorType, types.MethodDescriptorType,
            types.FrameType, types.TracebackType, torch.UntypedStorage, torch.storage.TypedStorage,
-           torch.jit.ScriptModule, torch.jit.ScriptFunction, Data)
+           torch.jit.ScriptModule, torch.jit.ScriptFunction, logging.Logger, Data)
 _BY_CLASS = ((TENSOR, torch.Tensor), (CELL, types.CellType), (DICT, dict), (SET, set),
              (SEQUENCE, (list,deque)), (MEMORY, (bytearray,array)), (PICTURE, Image),
              (STATE, _GENERATORS), (OPAQUE, _WEAK))
@@ -473,9 +473,5 @@ def _is_settable(o):
     return type(made) is tuple and len(made) > 2 and made[2] is not None
 
 def _is_by_name(o):
-    "True for an object that a call of plain values finds in each process, such as a logger"
-    if not _reduces_itself(type(o)): return False
-    made = _reduced(o)
-    if isinstance(made, str): return True
-    if len(made) != 2 or made[0] is copyreg._reconstructor: return False
-    return not isinstance(made[0], type) and all(map(is_value, made[1]))
+    "True for an object that is pickled as the name that it has in its module"
+    return _reduces_itself(type(o)) and isinstance(_reduced(o), str)

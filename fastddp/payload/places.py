@@ -47,7 +47,9 @@ def members(o, left_out=frozenset()):
 
 # %% ../../nbs/payload/107_places.ipynb #98f292de
 _STORES = {'STORE_GLOBAL','DELETE_GLOBAL','STORE_ATTR','DELETE_ATTR'}
-_STORING = {'setattr','delattr','globals','vars','exec','eval'}     # functions that do the same
+# what does the same, or leads to any module
+_STORING = {'setattr','delattr','globals','vars','exec','eval','modules','__import__',
+            'import_module'}
 # Python's own methods, such as `append` of a list, belong to no library
 _FUNCTIONS = types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial
 
@@ -67,6 +69,11 @@ def _variable_set(f):
     for o in (o for code in _codes(f.__code__) for o in dis.get_instructions(code)):
         is_outer = o.opname == 'STORE_DEREF' and o.argval in outer
         if o.opname in _STORES or is_outer or o.argval in _STORING: return o.argval
+        if o.opname == 'IMPORT_NAME' and not _is_library(o.argval): return o.argval
+
+def _is_library(name):
+    module = sys.modules.get(name)
+    return module is not None and name != '__main__' and not is_own_module(module)
 
 def could_change(f):
     """Return the name of what a call of `f` could change and keep; None if there is nothing. What a

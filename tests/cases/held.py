@@ -357,6 +357,23 @@ def made(n, rows):
     return res
 
 
+class SaysNumber:
+    "Is made by a function from a number, as a logger is from its name"
+    __slots__ = 'n'
+    def __init__(self, n=0): self.n = n
+    def add(self, k): self.n += k
+    def __reduce__(self): return numbered, (self.n,)
+
+
+class SaysItsNumber(SaysNumber):
+    "With attributes"
+    def __reduce__(self): return itself_numbered, (self.n,)
+
+
+def numbered(n): return SaysNumber(n)
+def itself_numbered(n): return SaysItsNumber(n)
+
+
 class Counts(Callback):
     def __init__(self, o): self.o = o
     def after_batch(self):
@@ -377,7 +394,7 @@ class Counted(Metric):
     def value(self): return self.o.n
 
 
-for kind in Says, SaysModule, SaysReduce:
+for kind in Says, SaysModule, SaysReduce, SaysNumber, SaysItsNumber:
     add(f'a callback counts in {kind.__name__}', lambda kind=kind: learner(cbs=Counts(kind())))
     add(f'a metric counts in {kind.__name__}', lambda kind=kind: learner(metrics=Counted(kind())))
 
