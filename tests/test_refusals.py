@@ -63,6 +63,15 @@ def test_an_unknown_kind_of_loss():
     assert "'gather' (computed over" in refused(make_learner(), "loss='max'", nprocs=2, loss='max')
 
 
+@pytest.mark.parametrize('name', ['_do_epoch_validate', 'get_preds', 'load'])
+def test_a_method_that_is_replaced_in_one_learner(name):
+    learn = make_learner()
+    setattr(learn, name, lambda *args, **kwargs: None)
+    assert f'`del learn.{name}`' in refused(learn, 'in this learner alone', nprocs=2)
+    delattr(learn, name)
+    assert getattr(learn, name).__func__ is getattr(Learner, name)
+
+
 class Holder(Callback):
     "A callback that holds something"
     def __init__(self, thing): self.thing = thing

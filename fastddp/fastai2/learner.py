@@ -67,6 +67,7 @@ def distrib_ctx(self:Learner,
     given = OPTIONS.checked(locals(), ddp_kwargs, internal=['stop_requested'])
     _check_block(given)
     check_loaders(self)
+    _check_methods(self)
     rank_options = dict(batch=batch, sync_bn=sync_bn, loss=loss, **ddp_kwargs)
     opened = distrib_block(self, given, OPTIONS.non_defaults(given), rank_options, in_place,
                            Session, wants_no_lines(self), starts)
@@ -106,6 +107,17 @@ OPTIONS = Options(Learner._distrib_ctx, extra_checks=DDP_CHECKS,
                   unsupported=_OF_ACCELERATE)
 
 # %% ../../nbs/fastai2/730_learner.ipynb #08c1cf1b
+# A fit on workers replaces these, and calls those of the learner's class
+_OF_CLASS = '_do_epoch_validate','get_preds','load'
+
+def _check_methods(learn):
+    "Raise `CantDistribute` for a method that a cell has replaced in this learner alone."
+    own = [k for k in _OF_CLASS if k in vars(learn) and not is_ours(vars(learn)[k])]
+    if not own: return
+    raise CantDistribute(f"learn.{own[0]} is replaced in this learner alone, and workers call that "
+                         "of its class. Replace it in a subclass of Learner, or by fastcore's "
+                         f"@patch; `del learn.{own[0]}` removes it.")
+
 def _check_block(given):
     "Raise `CantDistribute` for options of a block that can't be."
     if not given['wait']:

@@ -20,6 +20,7 @@ from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
 from .batch import part_of, step_of
 from .events import OurCallback, _FIRST
+from ..launch.training import is_ours
 from ..shard.sharded import is_sharded, original
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e343a107
@@ -53,15 +54,20 @@ SUMMED_ATTRS = {
     'fastxtend.metrics.AvgLossX': _MEAN, 'fastxtend.metrics.AvgMetricX': _MEAN,
     'fastxtend.metrics.AvgSmoothLossX': ()}
 
+def own_methods(m):
+    "Return the methods that a cell has replaced in this metric alone: name -> function"
+    return {k:v for k,v in vars(m).items()
+            if k in ('reset','accumulate','accum_values') and not is_ours(v)}
+
 def summed_attrs(m):
     "Return the names of the attributes of a metric `m` that add up; None if its state is unknown"
     cls = type(m)
     for known in cls.__mro__:
         attrs = SUMMED_ATTRS.get(known, SUMMED_ATTRS.get(f'{known.__module__}.{known.__name__}'))
         if attrs is None: continue
-        # a subclass that overrides one of these methods may keep anything
+        # one that overrides one of these methods may keep anything
         is_same = cls.accumulate is known.accumulate and cls.reset is known.reset
-        return attrs if is_same else None
+        return attrs if is_same and not own_methods(m) else None
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #eeff5a46
 def merge_state(m):
@@ -77,11 +83,13 @@ def how_reduced(m):
     if summed_attrs(m) is not None: return 'sum'
     is_same = all(getattr(cls, k, None) is getattr(AccumMetric, k)
                   for k in ('reset','accumulate','accum_values'))
-    return 'join' if is_same else None
+    return 'join' if is_same and not own_methods(m) else None
 
-def refuse_in_training(m):
+def refuse_in_training(m,
+    how # As of `how_reduced`
+):
     "Refuse a metric whose states on all ranks, which have a part of each batch, can't become one"
-    if how_reduced(m): return
+    if how: return
     raise CantDistribute(f"{type(m).__name__} in training (train_metrics=True): each worker has a "
                          "part of a batch, and this metric's state doesn't add up. Give it a "
                          "method merge(states), or compute it in validations only: there any "
@@ -124,16 +132,21 @@ class Phase:
 
     def _start(self):
         "Replace `accumulate` of each metric"
+        self.how = [*map(how_reduced, self.metrics)]
+        self.own = [own_methods(m).get('accumulate') for m in self.metrics]
         for i,m in enumerate(self.metrics):
             vars(m)['accumulate'] = partial(self.accumulate, m, i)
     def restore(self):
         "Give the metrics their own `accumulate` again"
-        for m in self.metrics: vars(m).pop('accumulate', None)
+        for m,own in zip(self.metrics, self.own):
+            vars(m).pop('accumulate', None)
+            if own: vars(m)['accumulate'] = own
     def accumulate(self, m, i, learn):
         "Take the current batch into account for metric `i`, in the place of `m.accumulate`"
-        if self.is_training and i not in self.used: refuse_in_training(m)
+        if self.is_training and i not in self.used: refuse_in_training(m, self.how[i])
         self.used.add(i)
-        if not self.is_training: return type(m).accumulate(m, learn)
+        if not self.is_training:
+            return self.own[i](learn) if self.own[i] else type(m).accumulate(m, learn)
         if not step_of(learn).counts[0]: return     # no item of this rank counts
         pred,*yb = part_of(learn, learn.pred, *learn.yb).counted()
         with with_attrs(learn, pred=pred, yb=tuple(yb)): type(m).accumulate(m, learn)
@@ -204,9 +217,9 @@ class ReduceMetrics(OurCallback):
     def kept(self):
         """Context manager for a validation of this rank alone in a batch of a validation: the
         metrics go on afterwards as they were"""
-        metrics = self.phase.metrics if self.phase else ()
-        before = [_copied(vars(m)) for m in metrics]
         outer = self.end_phase()
+        metrics = outer.metrics if outer else ()
+        before = [*map(_copied, metrics)]
         try: yield
         finally:
             for m,attrs in zip(metrics, before):
@@ -232,10 +245,9 @@ class ReduceMetrics(OurCallback):
                 outer.resume(own if self.is_global else ())
 
 # %% ../../nbs/fastai2/708_metrics.ipynb #e9ea3aa3
-def _copied(attrs):
+def _copied(m):
     "Return a deep copy of a metric's attributes; of those that can't be copied, the same objects"
-    attrs = {k:v for k,v in attrs.items() if k != 'accumulate'}
     def copied(v):
         try: return copy.deepcopy(v)
         except Exception: return v
-    return {k:copied(v) for k,v in attrs.items()}
+    return {k:copied(v) for k,v in vars(m).items()} | own_methods(m)

@@ -19,7 +19,7 @@ from ..base.scoped import Interrupts, with_attrs
 from .inference import why_one_process
 from .jobs import InferCall, fit_job
 from .loaders import check_dl, rows_are_streams, step_sizes
-from .metrics import metrics_of, refuse_in_training
+from .metrics import how_reduced, metrics_of, refuse_in_training
 from .resume import UserCall, checkpoint_writer
 from .snapshot import apply, holds, name_of_loader, snapshot
 from ..launch.engine import EpochEnd
@@ -193,7 +193,7 @@ class Session(BaseSession):
         "Refuse metrics of training whose states on all workers can't become one"
         recorder = getattr(self.learn, 'recorder', None)
         if self.n == 1 or not getattr(recorder, 'train_metrics', False): return
-        for m in metrics_of(self.learn): refuse_in_training(m)
+        for m in metrics_of(self.learn): refuse_in_training(m, how_reduced(m))
     def _warn_of_streams(self):
         "Warn if the batches of all workers break the streams of a model that keeps state"
         learn = self.learn

@@ -19,7 +19,7 @@ from fastai.callback.progress import CSVLogger, ProgressCallback
 from fastai.callback.tracker import TrackerCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
-from fastai.learner import Learner, Metric
+from fastai.learner import Learner
 from fastcore.basics import noop
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader as TorchLoader
@@ -58,8 +58,7 @@ _STAYS = {
     MixedPrecision: 'autocast',
     DataLoaders: 'loaders _device device',
     DataLoader: 'it fake_l _DataLoader__idxs _device device _shard',
-    TorchLoader: '_iterator _shard',
-    Metric: 'accumulate'}
+    TorchLoader: '_iterator _shard'}
 
 @per_class
 def left_out(cls):

@@ -470,6 +470,21 @@ holds('Decisions', "Attributes of metrics")
 def metrics(): return learner(metrics=[Remembers(), accuracy, Best(), Matrix(), AvgMetric(Right())])
 
 
+def replaced_in_a_metric(name):
+    "A metric in which a cell has replaced a method, in this object alone"
+    seen, metric = [], AvgMetric(accuracy)
+    plain = getattr(metric, name)
+    def own(*args):
+        seen.append(len(args) and len(args[0].y))
+        plain(*args)
+    setattr(metric, name, own)
+    return learner(metrics=metric), [seen]
+
+
+for name in 'accumulate', 'reset':
+    add(f'a metric with its own {name}', functools.partial(replaced_in_a_metric, name))
+
+
 class Meter:
     "Its methods are a loss, a metric, a hook, a transform and a schedule; each of them counts"
     def __init__(self): self.n, self.names = 0, []
