@@ -23,10 +23,15 @@ from torch import nn
 # Kinds of losses
 
 def _defining_module(f):
-    "Return the name of the module that defines the code which a call of `f` runs"
-    if not inspect.isroutine(f):
-        f = getattr(type(f), 'forward' if isinstance(f, nn.Module) else '__call__', f)
-    return getattr(f, '__module__', None) or ''
+    """Return the name of the module that defines the code which a call of `f` runs; '' if hooks
+    change it"""
+    if isinstance(f, nn.Module) and type(f).__call__ is nn.Module.__call__:
+        if any(v for k,v in vars(f).items() if k.endswith('_hooks')): return ''
+        f = f.forward
+    elif not inspect.isroutine(f): f = getattr(type(f), '__call__', f)
+    # not `__module__`, which `functools.wraps` copies
+    its_globals = getattr(getattr(f, '__func__', f), '__globals__', {})
+    return its_globals.get('__name__') or getattr(f, '__module__', None) or ''
 
 # Modules whose losses wrap another one, their attribute `func`
 _WRAPPERS = 'fastai.losses','fastai.layers'
@@ -63,12 +68,12 @@ def is_known(loss_func):
     return _has_known_reduction(*unwrapped(_without_mixup(loss_func)))
 
 def _without_mixup(loss_func):
-    """Return the loss function that mixup has replaced, if `loss_func` is mixup's own, a method of
-    a callback, else `loss_func`. Mixup calls the replaced one without reduction, and takes a mean
-    over items, or the sum if that is one"""
+    """Return the loss function that fastai's mixup has replaced, if `loss_func` is mixup's own, a
+    method of a callback, else `loss_func`. Mixup calls the replaced one without reduction, and
+    takes a mean over items, or the sum if that is one"""
     f,_ = unwrapped(loss_func)
-    replaced = getattr(getattr(f,'__self__',None), 'old_lf', None)
-    return loss_func if replaced is None else _without_mixup(replaced)
+    if _defining_module(f) != 'fastai.callback.mixup': return loss_func
+    return _without_mixup(f.__self__.old_lf)
 
 def _has_known_reduction(f, kw # As of `unwrapped`
 ):
@@ -112,11 +117,12 @@ def loss_divisor(loss_func,
     y = next((y for y in yb if isinstance(y, torch.Tensor) and y.ndim), None)
     # without targets to count, ranks with items have the same weight
     if y is None or not share: return float(share)
-    f,_ = unwrapped(loss_func)
+    f,kw = unwrapped(loss_func)
     if isinstance(f, nn.CTCLoss) or f is F.ctc_loss:
         # targets may be concatenated, but each text has a length
         targets,*lengths = yb
         return (torch.as_tensor(lengths[-1]).numel() if lengths else len(targets))*share
+    if kw.get('reduction', getattr(f, 'reduction', 'mean')) == 'batchmean': return len(y)*share
     weights = class_weights(loss_func)
     has_classes = len(yb) == 1 and not y.dtype.is_floating_point
     if weights is None or not has_classes: return y.numel()*share

@@ -1,5 +1,5 @@
 "Losses and outputs of models"
-import itertools
+import functools, itertools
 from collections import OrderedDict, namedtuple
 from dataclasses import dataclass
 from functools import partial
@@ -709,6 +709,46 @@ for f in in_a_closure, in_an_iterator, InAnObject, InADict, Centers, InItsFuncti
     add(f.__name__, partial(keeping, f), loss=None, says=('changes a state of its own',), check=as_often)
 for f in in_a_closure, Centers:
     add(f'{f.__name__}_accumulating', partial(keeping_while_accumulating, f), loss=None)
+
+
+# One of torch's, whose code or result is another one
+
+class Root(nn.CrossEntropyLoss):
+    def __call__(self, p, y): return super().__call__(p, y).sqrt()
+
+
+@functools.wraps(F.cross_entropy)
+def named_as_torchs(p, y): return F.cross_entropy(p, y).sqrt()
+
+
+def with_its_own_forward():
+    loss = nn.CrossEntropyLoss()
+    loss.forward = lambda p, y: F.cross_entropy(p, y).sqrt()
+    return loss
+
+
+def with_a_hook():
+    loss = nn.CrossEntropyLoss()
+    loss.register_forward_hook(lambda module, args, out: out.sqrt())
+    return loss
+
+
+def with_its_name(): return named_as_torchs
+
+
+for make in Root, with_its_name, with_its_own_forward, with_a_hook:
+    add(f'torchs_changed_by_{make.__name__}', partial(keeping, make), loss='whole', tol=2e-5)
+
+
+class Replaces(Callback):
+    "Replaces the loss function as fastai's mixup does, under its names"
+    def before_fit(self): self.old_lf, self.learn.loss_func = self.learn.loss_func, self.lf
+    def lf(self, p, *yb): return self.old_lf(p, *yb).sqrt()
+    def after_fit(self): self.learn.loss_func = self.old_lf
+
+
+@whole
+def replaced_by_a_callback(): return dict(cbs=Replaces())
 
 
 class CachesWeights:
