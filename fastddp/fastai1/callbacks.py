@@ -29,7 +29,7 @@ from ..shard.losses import Losses, check_terms
 from ..shard.gradients import FLAT, Passes, extra_params
 from ..shard.loss import loss_part
 from ..shard.same_model import SameWeights, sync_buffers, synced_bn
-from ..shard.sharded import iterate_original
+from ..shard.sharded import check_same_batches, iterate_original, read_of
 from ..shard.trees import tensors_in
 
 # %% ../../nbs/fastai1/803_callbacks.ipynb #f25fc8f3
@@ -125,7 +125,10 @@ class GlobalLoss:
         part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f))
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
-        weighted,total,*_ = self.ranks.all_reduce(own_term, part.divisor)
+        read = read_of(torch_dl(self.learn.data.train_dl))
+        terms,divisors,reads,*_ = zip(*self.ranks.meet(own_term, part.divisor, read))
+        check_same_batches(reads, 'training')
+        weighted,total = sum(terms),sum(divisors)
         value = part.global_loss(weighted, total)
         # The gradient: the mean of the ranks' scaled gradients is that of the value. If none of
         # this rank's items counts, its loss may be NaN: take one with gradients of zeros

@@ -23,7 +23,6 @@ from .together import BATCH_EVENTS
 from ..output.replay import print_line
 from ..shard.gradients import FLAT, LATER, OVERLAPPED, Overlapped, Passes, extra_params
 from ..shard.losses import check_terms
-from ..shard.sharded import CantShard
 
 # %% ../../nbs/fastai2/714_step.ipynb #61ae95f6
 def how_to_average(result, lacks_items, uses_ddp):
@@ -94,11 +93,6 @@ class Batch:
 # gradients are averaged with the others'.
 _IN_BATCH = {*BATCH_EVENTS}-{'after_batch'}
 _EVENTS_WITH_LOSS = 'after_pred','after_loss','before_backward'
-_OTHER_BATCHES = (
-    "Every worker reads all of learn.dls.train, and they have read different batches: its order "
-    "comes from a generator of its own, or from the time. Draw it from the global stream of "
-    "Python, NumPy or torch (random, np.random, torch.randperm), which is the same on all workers "
-    "here, or from a generator with a fixed seed.")
 _LEAVES_STEPS = ("{1} leaves batches before their step. If it counts items to accumulate "
                  "gradients, it sees those of its worker, 1/{0} of each batch: divide its number "
                  "by {0}, or use fastai's GradientAccumulation, which counts the items of all "
@@ -242,13 +236,8 @@ class StepSync(OurCallback):
         batch_loss.combine(result)
         return how
     def _vote_of_pass(self, **numbers):
-        """Return the result of the vote 'begin_pass'. In the first batch the ranks also compare
-        what they have read, if every rank reads the whole loader; raises `CantShard` on all if it
-        differs"""
-        first_read = getattr(getattr(self.learn.dl, '_shard', None), 'first_read', 0.)
-        if self.learn.iter == 0: numbers |= dict(checksum=first_read)
-        result = self.together.vote('begin_pass', **numbers)
-        if len({*result.values('checksum')}) > 1: raise CantShard(_OTHER_BATCHES)
+        "Return the result of the vote 'begin_pass'"
+        result = self.together.vote_after_reading('begin_pass', **numbers)
         self.batch.lacks_loss = result.sum('lacks_loss') > 0
         return result
     def _decide(self, result):

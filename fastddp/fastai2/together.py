@@ -20,6 +20,7 @@ from ..base.scoped import with_attrs
 from .clock import Clock, Spent, kind_of
 from .events import _FIRST, OurCallback, handles, runs_user_code
 from ..output.replay import print_line
+from ..shard.sharded import check_same_batches, read_of
 
 # %% ../../nbs/fastai2/705_together.ipynb #0040e935
 # What a rank can leave, from the innermost to the outermost, and the exception that does it. By
@@ -69,8 +70,9 @@ FIELDS = (
     'new',              # begin_pass: 1: it trains other parameters than when the phase began
     'nbytes','items',   # gather: of its predictions and targets: see `shard.whole`
     'clear',            # gather: the same
-    # gather: of the types and shapes of these; order: of the order of the batches; begin_pass: of
-    # what a rank has read, if every rank reads all; end_pass: of which parameters have gradients
+    # gather: of the types and shapes of these; order: of the order of the batches; begin_pass,
+    # end_loop: of what a rank has read, if every rank reads all; end_pass: of which parameters have
+    # gradients
     'checksum',
     'failed',           # gather: 1: the loss raises an error with what all ranks have
     'uncompared',       # end: 1: its weights were not compared since they changed
@@ -174,6 +176,13 @@ class Together(OurCallback):
         if text := votes.different(): raise RuntimeError(text)
         if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
         return votes
+    def vote_after_reading(self, *args, **numbers): # Of `vote`
+        """As `vote`; raises `CantShard` on all ranks if they have read different batches of a
+        loader that every rank reads"""
+        votes = self.vote(*args, checksum=read_of(self.learn.dl), **numbers)
+        check_same_batches(votes.values('checksum'),
+                           'training' if self.learn.training else 'validation')
+        return votes
     def may_be_alone(self):
         """Return True if other ranks may not do what a callback does now: it acts on rank 0 only,
         or at a batch of a validation, of which ranks may have different numbers"""
@@ -192,7 +201,7 @@ class Together(OurCallback):
             try: loop()
             except LEAVING as e: wish = e
         if self.has_stopped: raise KeyboardInterrupt
-        self.vote('end_loop', wish)
+        self.vote_after_reading('end_loop', wish)
     def agree_on_order(self,
         batches # Lists of indices, as this rank has drawn them
     ):

@@ -60,7 +60,7 @@ class ReadWhole(Sharded):
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
                 if s.drops_last and len(read) < s.n: break
-                if not start: s.first_read = checksum(read)
+                if s.n > 1: epoch.read = checksum([epoch.read, read])
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
                 b,own = self._own(read, sizes, len(epoch.steps))

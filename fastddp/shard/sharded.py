@@ -117,8 +117,6 @@ class Shard:
     # `agree_on_order(batches)` returns those of rank 0, a collective operation; None: each rank
     # takes the order that it has drawn
     agree_on_order = None
-    # Of a loader that every rank reads: a `checksum` of what this rank has read for the first step
-    first_read = 0.
     def __init__(self, orig,   # The user's loader
                  rank, n,      # This rank, and the number of ranks
                  bs,           # Items of a full global batch; None where a batch sampler decides
@@ -158,6 +156,8 @@ class Epoch:
     ):
         self.steps = steps
         self.n_yielded = 0      # number of batches yielded so far
+        # of a loader that every rank reads: a `checksum` of all that this rank has read so far
+        self.read = 0.
         self.is_running = True
 
 @contextlib.contextmanager
@@ -179,6 +179,11 @@ def note_step(dl, epoch):
     dl._shard.epoch = epoch
 
 # %% ../../nbs/shard/301_sharded.ipynb #f1d06eb4
+def read_of(dl):
+    "Return a number for what this rank has read in this epoch, if every rank reads all of `dl`"
+    epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
+    return epoch.read if epoch else 0.
+
 def batch_items(dl,  # A loader in the middle of an epoch
                 in_batch # True: the batch that it yielded last; False: the one that it makes
 ):
@@ -320,6 +325,8 @@ def checksum(tree):
         if isinstance(o, np.ndarray) and o.dtype.hasobject: held = o.tolist()
         elif hasattr(o, 'tobytes'): held = zlib.crc32(o.tobytes())      # an image, too
         elif isinstance(o, dict): held = dict(o)
+        elif isinstance(o, (set,frozenset)):
+            held = sorted(repr(map_tensors(described, v, is_object)) for v in o)
         else: held = [*o] if isinstance(o, (list,tuple)) else None
         slots = {k:getattr(o, k) for k in copyreg._slotnames(type(o)) if hasattr(o, k)}
         attrs = slots | getattr(o, '__dict__', {})
@@ -388,6 +395,18 @@ def report_errors(init # The user's `worker_init_fn`, or None
 
 class CantShard(CantDistribute):
     "A loader's batches can't be sharded faithfully; the message says why and what to do instead"
+
+def check_same_batches(
+    reads, # `read_of` the loader on each rank
+    what # Which loader, in words
+):
+    "Raise `CantShard` if the ranks have read different batches; the same on all ranks"
+    if len({*reads}) == 1: return
+    raise CantShard(f"Every worker reads all of the {what} loader, and they have read different "
+                    "batches: its order comes from a generator of its own, or from the time. Draw "
+                    "it from the global stream of Python, NumPy or torch (random, np.random, "
+                    "torch.randperm), which is the same on all workers here, or from a generator "
+                    "with a fixed seed.")
 
 class Plan(NamedTuple):
     "How several ranks read a loader"

@@ -45,11 +45,13 @@ def numbered(n=32): return [(x, torch.tensor(i)) for i, (x, _) in enumerate(item
 
 
 class OwnStream(IterableDataset):
-    def __init__(self, how): self.how = how
+    "Begins with so many items in order; the others come in an order of its own"
+    def __init__(self, how, first=0): self.how, self.first = how, first
     def __len__(self): return 32
     def __iter__(self):
         data = numbered()
-        return (data[i] for i in ORDERS[self.how]())
+        order = ORDERS[self.how]()
+        return (data[i] for i in [*range(self.first), *(i for i in order if i >= self.first)])
 
 
 class OwnIdxs(DataLoader):
@@ -59,9 +61,9 @@ class OwnIdxs(DataLoader):
 def modulo(p, y): return torch.nn.functional.cross_entropy(p, y % 3)
 
 
-def over(train):
+def over(train, valid=None):
     learn = learner(loss_func=modulo)
-    learn.dls = DataLoaders(train, TorchLoader(numbered(8), batch_size=4))
+    learn.dls = DataLoaders(train, valid or TorchLoader(numbered(8), batch_size=4))
     return learn
 
 
@@ -83,9 +85,18 @@ def test_the_same_of_a_loader_that_draws_its_indices(two):
 
 @pytest.mark.holds('Limits', "A stream that every worker reads, and that draws its order from a generator of its own, "
                    "is refused")
-def test_a_stream_with_an_order_of_its_own_is_refused():
-    with pytest.raises(RankRaised, match='read different batches: its order comes from a generator of its own'):
-        over(TorchLoader(OwnStream('numpy'), batch_size=4)).distrib_fit(1, nprocs=2)
+@pytest.mark.parametrize('batch, first', [('per_worker', 0), ('per_worker', 16), ('global', 24)])
+def test_a_stream_with_an_order_of_its_own_is_refused(batch, first):
+    "From the first step on, or later"
+    with pytest.raises(RankRaised, match='training loader.* read different batches: its order comes from a generator'):
+        over(TorchLoader(OwnStream('numpy', first), batch_size=4)).distrib_fit(1, nprocs=2, batch=batch)
+
+
+@pytest.mark.parametrize('call', ['fit', 'validate'])
+def test_a_stream_of_a_validation_with_an_order_of_its_own_is_refused(call):
+    learn = over(TorchLoader(numbered(), batch_size=4), TorchLoader(OwnStream('numpy', 16), batch_size=4))
+    with learn.distrib_ctx(nprocs=2), pytest.raises(RankRaised, match='validation loader'):
+        getattr(learn, call)(*[1]*(call == 'fit'))
 
 
 class SplitsItself(IterableDataset):

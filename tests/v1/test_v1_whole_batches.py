@@ -2,8 +2,9 @@
 the table is what a plain validation of these weights gives."""
 from collections import namedtuple
 from dataclasses import dataclass
-import pytest
+import random, pytest
 import torch.nn.functional as F
+from fastddp.all import RankRaised
 from learners_v1 import *
 from torch.utils.data import BatchSampler, DataLoader, IterableDataset
 
@@ -175,3 +176,18 @@ def test_loaders_that_are_read_whole(loader, batch, capfd):
     same_weights(two, one)
     same_recorder(two, one)
     assert capfd.readouterr().out.count('every worker reads all of this') == (loader is not own_batches)
+
+
+class OwnOrder(Stream):
+    "Of the second half"
+    def __iter__(self):
+        n = len(self.ds)
+        return iter([self.ds[i] for i in [*range(n//2), *random.Random().sample(range(n//2, n), n-n//2)]])
+
+
+@pytest.mark.parametrize('batch', ['per_worker', 'global'])
+def test_a_stream_with_an_order_of_its_own_is_refused(batch):
+    learn = plain(4)
+    dl = learn.data.train_dl = learn.data.train_dl.new(shuffle=False, drop_last=False)
+    dl.dl = type(dl.dl)(OwnOrder(50), **{**dl.dl.init_kwargs, 'sampler': None})
+    with pytest.raises(RankRaised, match='read different batches'): learn.distrib_fit(1, 1e-2, nprocs=2, batch=batch)
