@@ -6,7 +6,7 @@ Both are made anew for each of the two."""
 import collections, dataclasses, functools, random, sys, threading, types, warnings
 from copy import deepcopy
 import numpy as np, pandas as pd, torch
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelFitException
 from fastai.callback.schedule import ParamScheduler
 from fastai.callback.training import GradientAccumulation
 from fastai.data.all import Pipeline, Transform
@@ -138,6 +138,23 @@ class NamesOfTheLearner(Callback):
 holds('Decisions', "Attributes of callbacks that have the name of one of the learner's, such as `loss` and `model`")
 @held
 def names_of_the_learner(): return learner(cbs=NamesOfTheLearner())
+
+
+class LRFinder(Callback):
+    "Of a notebook, as the fast.ai course makes one: it has fastai's name"
+    def __init__(self): self.rates, self.losses = [], []
+    def before_batch(self):
+        if not self.training: return
+        self.opt.set_hyper('lr', 1e-3*1.1**self.train_iter)
+        self.rates.append(self.opt.hypers[-1]['lr'])
+    def after_batch(self):
+        if not self.training: return
+        self.losses.append(float(self.loss))
+        if len(self.losses) == 7: raise CancelFitException
+
+
+@held
+def a_finder_of_ones_own(): return learner(cbs=LRFinder())
 
 
 class KeepsLoaders(Callback):
@@ -836,7 +853,7 @@ def what_was_trained_and_is_frozen():
 CELL = '''
 import torch
 from collections import Counter
-from fastai.callback.core import Callback
+from fastai.callback.core import Callback, CancelFitException
 import torch.nn.functional as F
 import numpy as np, pandas as pd
 
