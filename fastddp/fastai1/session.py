@@ -91,10 +91,10 @@ class Session(BaseSession):
         return {k:self._on_workers(k) for k in ('fit','validate','get_preds')}
     def _on_workers(self, name):
         "Return the learner's method `name`, which reaches `fit` or `validate` of this session"
-        method = getattr(type(self.learn), name)
+        method = getattr(self.learn, name)      # a cell may have replaced it in this learner
         @functools.wraps(method)
         def call(*args, **kwargs):
-            with self._in_basic_train(): return method(self.learn, *args, **kwargs)
+            with self._in_basic_train(): return method(*args, **kwargs)
         return call
     def _in_basic_train(self):
         """Return a context manager that replaces `basic_train.fit` and `validate`, for calls with
