@@ -380,9 +380,12 @@ class Index(Kind):
 class State(Whole):
     "A generator, a text in memory: it has a state in C, and a way to set it"
     def items(self, o):
-        return generator_state(o) if isinstance(o, _GENERATORS) else _reduced(o)[2]
+        if isinstance(o, _GENERATORS): return generator_state(o)
+        made = _reduced(o)
+        return made[2] if len(made) > 2 else ...        # of an iterator that has ended
     def fill(self, o, new):
         if isinstance(o, _GENERATORS): set_generator(o, new)
+        elif new is ...: deque(o, maxlen=0)
         else: o.__setstate__(new)
 
 class Picture(Whole):

@@ -242,6 +242,17 @@ class Grows(Callback):
 def tensors_that_grow(): return learner(cbs=Grows())
 
 
+class UsesUp(Callback):
+    "Iterators of which some end in the first fit"
+    def __init__(self): self.left = [iter('ab'), iter([1, 2]), reversed((1, 2)), iter(range(99))]
+    def after_epoch(self):
+        for o in self.left: next(o, None)
+
+
+@held
+def iterators_that_end(): return learner(cbs=UsesUp())
+
+
 class AttrDict(dict):
     "A common idiom: its keys are its attributes"
     def __init__(self, **kwargs):
