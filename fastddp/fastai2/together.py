@@ -179,7 +179,7 @@ class Together(OurCallback):
     def vote_after_reading(self, *args, **numbers): # Of `vote`
         """As `vote`; raises `CantShard` on all ranks if they have read different batches of a
         loader that every rank reads"""
-        votes = self.vote(*args, checksum=read_of(self.learn.dl), **numbers)
+        votes = self.vote(*args, checksum=read_of(getattr(self.learn, 'dl', None)), **numbers)
         check_same_batches(votes.values('checksum'),
                            'training' if self.learn.training else 'validation')
         return votes
