@@ -308,18 +308,19 @@ class Whole(Kind):
 class Array(Whole):
     "An array of numbers; one of a subclass, such as a masked one, has attributes"
     def mark(self, o, is_end, is_data=False):
-        if o.dtype.hasobject or _attributes_of_subclass(o, np.ndarray): return None
+        if o.dtype.hasobject or _attributes_of_subclass(o, *_ARRAYS): return None
         whole = o if o.flags.c_contiguous or o.flags.f_contiguous else np.ascontiguousarray(o)
         where = whole.__array_interface__['data'][0]
         return o.shape, o.dtype, memory_mark(where, whole.nbytes, is_end)
     def items(self, o):
-        return np.array(o.view(np.ndarray)), _attributes_of_subclass(o, np.ndarray)
+        return np.array(o.view(np.ndarray)), _attributes_of_subclass(o, *_ARRAYS)
     def fill(self, o, new):
         new,attrs = new
         if o.shape != new.shape: o.resize(new.shape, refcheck=False)
         o.view(np.ndarray)[...] = new
         if attrs: vars(o).update(attrs)
 
+_ARRAYS = np.ndarray,np.memmap
 def _attributes_of_subclass(o, *plain): return None if type(o) in plain else attributes(o)
 
 class Memory(Whole):

@@ -15,6 +15,7 @@ import torch
 from cloudpickle import cloudpickle     # the package's module: it has the private functions, too
 
 from ..base.scoped import with_context
+from . import mapped      # it registers a reducer
 from .columns import holds_any, stand_ins
 from .models import load_script
 from .reducers import (
@@ -57,6 +58,7 @@ class Pickler(cloudpickle.Pickler):
     with_grads = True       # False: tensors are pickled without gradients and hooks
     packed = None           # name of the module that is pickled by value
     blank = ()              # addresses in C of storages whose bytes are left out
+    by_file = False         # True: what is loaded soon; a file may have other contents later
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
@@ -111,13 +113,14 @@ def dump(
     long_lists=(),  # Those in `obj` that are pickled as columns, as of `Places.long_lists`
     pickler=None,   # Default: `Pickler`, or with `known` a `KnownPickler`
     with_grads=True, # False: without gradients and hooks of tensors
-    blank=() # Addresses in C of storages that are loaded without their bytes
+    blank=(), # Addresses in C of storages that are loaded without their bytes
+    by_file=False # Arrays in files are pickled as their places there, and soon loaded
 ):
     "Return `obj` as a `Payload`"
     buffers,stream = [],io.BytesIO()
     cls = pickler or (KnownPickler if known else Pickler)
     p = cls(stream, lambda b: buffers.append(memory_of(b)))
-    p.with_grads,p.blank = with_grads,blank
+    p.with_grads,p.blank,p.by_file = with_grads,blank,by_file
     if known: p.known = known
     with no_collection():
         others = _replacements.get() or {}

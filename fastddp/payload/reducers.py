@@ -52,6 +52,7 @@ from .own import goes_by_value, has_no_code, is_own_module
 #   named               a list of those and of modules that were pickled by name
 #   to_notebook         True on a rank that pickles a result, False in the notebook
 #   with_grads          False: leave out gradients and hooks of tensors
+#   by_file             True: an array in a file is pickled as its place there (`mapped`)
 @singledispatch
 def reduce(o, pickler):
     "Reduce an object of a type for which no reducer is registered"
@@ -163,12 +164,16 @@ def on_gpu():
     "Return the storages on a GPU that this process has loaded"
     return [s for s in _noted_devices if s.device.type != 'cpu']
 
+def root_of(a):
+    "Return the array of which `a` is a view, or `a` itself"
+    while isinstance(a.base, np.ndarray): a = a.base
+    return a
+
 @reduces(np.ndarray)
 def _(a, pickler):
     "Pickle a view together with the array or the storage of a tensor whose memory it shows"
     if type(a) is not np.ndarray or a.dtype.hasobject or not a.size: return NotImplemented
-    root = a
-    while isinstance(root.base, np.ndarray): root = root.base
+    root = root_of(a)
     shown = a.shape,a.strides,a.dtype
     if isinstance(root.base, torch.Tensor):
         storage = pickler.canonical(root.base.untyped_storage())
@@ -178,8 +183,8 @@ def _(a, pickler):
         storage = pickler.storage_at(place)
         if storage is not None: return load_on_storage, (storage, 0, *shown)
         pickler.arrays.setdefault(place, a)
-    if root is a or type(root) is not np.ndarray or not root.flags.c_contiguous:
-        return NotImplemented
+    is_plain = type(root) in (np.ndarray,np.memmap) and root.flags.c_contiguous
+    if root is a or not is_plain: return NotImplemented
     return load_view, (root, _place(a)[0]-_place(root)[0], *shown)
 
 def load_view(root, offset, shape, strides, dtype):

@@ -58,11 +58,11 @@ def dump_with_patches(
         res = dict(own_rows=rows, patches=patches, own_changes=changes, next_hook=NextHook(), **obj)
         settings.checks = checks
         return dict(res, settings=settings) if with_settings else res
-    try: return dump(all_items(), **kwargs)
+    try: return dump(all_items(), by_file=True, **kwargs)
     except KeyboardInterrupt: raise
     except BaseException: pass
     # of own modules, each variable by itself
-    return dump_or_blame(all_items(checks=True), roots, **kwargs)
+    return dump_or_blame(all_items(checks=True), roots, by_file=True, **kwargs)
 
 # %% ../../nbs/payload/111_sending.ipynb #54d40390
 def dump_snapshot(
