@@ -2861,6 +2861,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                         'fastddp.payload.places._codes': ('payload/places.html#_codes', 'fastddp/payload/places.py'),
                                         'fastddp.payload.places._is_library': ( 'payload/places.html#_is_library',
                                                                                 'fastddp/payload/places.py'),
+                                        'fastddp.payload.places._parts': ('payload/places.html#_parts', 'fastddp/payload/places.py'),
                                         'fastddp.payload.places._variable_set': ( 'payload/places.html#_variable_set',
                                                                                   'fastddp/payload/places.py'),
                                         'fastddp.payload.places._word': ('payload/places.html#_word', 'fastddp/payload/places.py'),

@@ -190,7 +190,9 @@ class Module(Kind):
                 and (is_value(v) or kind(v) is None or not imported_from(k, v))}
 
 # %% ../../nbs/payload/105_kinds.ipynb #76d042dd
-def _builtin(o, *types): return next(c for c in type(o).__mro__ if c in types)
+def _builtin(o, *types):
+    cls = type(o)
+    return cls if cls in types else next(c for c in cls.__mro__ if c in types)
 
 def _own_attributes(o, plain):
     "Return the attributes of a container of a subclass; none for one of the `plain` classes"

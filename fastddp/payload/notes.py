@@ -18,7 +18,7 @@ from .kinds import (
     CLASS, CONSTANT, DICT, OPAQUE, TENSOR, Data, Digest, Whole, are_values, arrays_of, has_storage,
     is_equal, is_value, kind, memory_mark, named)
 from .buffers import has_original, original_of, written_elsewhere
-from .pickling import RankPickler, memory_of, sent_classes
+from .pickling import RankPickler, memory_of, no_collection, sent_classes
 from .places import Places
 from .reducers import ZEROS, changed_copies, on_gpu
 
@@ -127,6 +127,7 @@ def _itself(v, holder): return v
 
 class Notes:
     "What each object of a `Places` holds, noted when this is made; `changes` are those since then"
+    @no_collection()
     def __init__(self, places,
         left_out=lambda cls: frozenset(), # As of `Places`
         # `stands_for(value, holder)` is compared and sent in the place of a member's value

@@ -13,16 +13,16 @@ from functools import partial
 import cloudpickle
 
 from .kinds import (
-    CELL, CLASS, CONSTANT, DICT, FUNCTION, OPAQUE, SEQUENCE, SET, STATE, TABLE, Whole,
+    CELL, CLASS, CONSTANT, DICT, FUNCTION, OPAQUE, PLAIN, SEQUENCE, SET, STATE, TABLE, Whole,
     are_values, attributes, is_own, is_value, kind)
 from .columns import holds_any, is_long
 from .own import is_own_module
+from .pickling import no_collection
 from .reducers import made_of
 
 # %% ../../nbs/payload/107_places.ipynb #b2ad7ff3
-def members(o, left_out=frozenset()):
-    "Yield `(name, object)` for what an object refers to"
-    k = kind(o)
+def _parts(o, k):
+    "Yield `(name, object)` for what an object refers to beside its attributes and items"
     if isinstance(o, tuple): yield from enumerate(o)
     if k in (CONSTANT,STATE,OPAQUE):
         yield from ((('part',name), v) for name,v in made_of(o).items())
@@ -34,8 +34,14 @@ def members(o, left_out=frozenset()):
         module = sys.modules.get(o.__module__)
         if is_own_module(module): yield 'module',module
     if k in (STATE,OPAQUE): yield from attributes(o).items()
+
+def members(o, left_out=frozenset()):
+    "Yield `(name, object)` for what an object refers to"
+    k = kind(o)
+    is_container = k is DICT or k is SEQUENCE
+    if not is_container: yield from _parts(o, k)
     if k is None or isinstance(k, Whole): return
-    items = k.items(o) if k in (DICT,SEQUENCE) else None
+    items = k.items(o) if is_container else None
     for name,v in k.attrs(o).items():
         if name not in left_out: yield name,v
     if k is SEQUENCE and not are_values(items): yield from enumerate(items)
@@ -150,6 +156,7 @@ class Places:
     def _add(self, i, o):
         self.objects[i] = o
         self.numbers[id(o)] = i
+    @no_collection()
     def walk(self):
         "Number all that `root` refers to. Return self"
         self._add(0, self.root)
@@ -174,6 +181,7 @@ class Places:
             # an object of the user's may refuse to be looked at
             try:
                 for name,v in members(o, self.left_out(type(o))):
+                    if type(v) in PLAIN: continue       # most are
                     if id(v) not in self.numbers:
                         if kind(v) is None or id(v) in self.without_ids: continue
                         self._add(len(self.objects), v)
@@ -181,6 +189,7 @@ class Places:
                     edges.append((name, self.numbers[id(v)]))
             except Exception: pass
             if edges: self.edges[i] = edges
+    @no_collection()
     def find(self,
         edges # The `table` of those that were walked in another process, or `(edges, closed)`
     ):
