@@ -8,6 +8,7 @@ __all__ = []
 # %% ../../nbs/payload/088_buffers.ipynb #c1097e24
 import bisect, ctypes, functools, math, mmap, os, tempfile, warnings, weakref
 from contextlib import suppress
+from operator import itemgetter
 from typing import NamedTuple
 
 import numpy as np
@@ -68,7 +69,9 @@ def write_at(fd, data, offset):
 # `(weak reference to the private mapping, address, bytes, address of the original, its mapping)` of
 # the last two
 _originals = []
-_files = []         # the same of what `map_file` returned, as long as that is there
+# `(address, bytes, address of the original, its mapping)` of what `map_file` returned, as long as
+# that is there; in order
+_files = []
 
 def _address(mapping): return np.frombuffer(mapping, np.uint8).__array_interface__['data'][0]
 
@@ -94,18 +97,19 @@ def map_file(path, start, n,
                              prot=prot, offset=first)
         original = mapped(mmap.PROT_READ)
         res = mapped(mmap.PROT_READ|mmap.PROT_WRITE) if is_writable else original
-    _files[:] = [o for o in _files if o[0]() is not None]
     # without a reference, if it is the same
-    _files.append((weakref.ref(res), _address(res), len(res), _address(original),
-                   is_writable and original))
+    entry = _address(res),len(res),_address(original),is_writable and original
+    bisect.insort(_files, entry, key=itemgetter(0))
+    weakref.finalize(res, _files.remove, entry).atexit = False
     return res,start-first
 
 def original_of(address, n):
     """Return the address of the `n` bytes which `Block.read` or `map_file` has put at `address`,
     where no process of this job writes; None for other memory"""
-    for mapping,start,size,original,_ in (*_originals, *_files):
-        # of a mapping that is gone, other memory may have the addresses
-        if mapping() is None: continue
+    # of a mapping that is gone, other memory may have the addresses
+    known = [rest for mapping,*rest in _originals if mapping() is not None]
+    known += _files[bisect.bisect(_files, address, key=itemgetter(0))-1:][:1]
+    for start,size,original,_ in known:
         if start <= address and address+n <= start+size: return original+address-start
 
 def has_original():

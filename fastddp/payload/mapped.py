@@ -6,7 +6,8 @@
 __all__ = []
 
 # %% ../../nbs/payload/093_mapped.ipynb #487993e3
-import os
+import bisect, os
+from typing import NamedTuple
 
 import numpy as np
 
@@ -16,21 +17,31 @@ from .reducers import StandIn, load_on_storage, load_view, reduces, root_of
 # %% ../../nbs/payload/093_mapped.ipynb #845689b9
 def _address(a): return a.__array_interface__['data'][0]
 
-def place_in_file(a):
-    """Return `(path, first byte, can be written to)` of an array whose contents are those of a file
-    now; None for another one, or if the system doesn't tell"""
-    address = _address(a)
+class Mapping(NamedTuple):
+    "What this process has mapped at some addresses"
+    first:int       # address
+    access:str      # Such as 'r--p': readable, private
+    offset:int      # in the file
+    path:str        # '' if it isn't that of a file
+
+def mappings():
+    "Return all `Mapping`s in order; none if the system doesn't tell"
     try:
-        with open('/proc/self/maps') as f: lines = f.readlines()
-    except OSError: return None
-    for line in lines:
-        span,access,offset,_,_,*path = line.split(maxsplit=5)
-        first,end = [int(o, 16) for o in span.split('-')]
-        if not first <= address < end: continue
-        can_write,is_private = 'w' in access,access.endswith('p')
-        is_same = path and path[0].strip() == os.path.realpath(a.filename)
-        if can_write and is_private or not is_same: return None
-        return path[0].strip(), address-first+int(offset, 16), can_write
+        with open('/proc/self/maps') as f: rows = [line.split(maxsplit=5) for line in f]
+    except OSError: return []
+    return [Mapping(int(span.split('-')[0], 16), access, int(offset, 16), ''.join(path).strip())
+            for span,access,offset,_,_,*path in rows]
+
+def place_in_file(a, known # All `Mapping`s
+):
+    """Return `(path, first byte, can be written to)` of an array whose contents are those of a file
+    now; None for another one"""
+    address = _address(a)
+    i = bisect.bisect(known, (address+1,))-1
+    if i < 0 or known[i].path != os.path.realpath(a.filename): return None
+    first,access,offset,path = known[i]
+    can_write,is_private = 'w' in access,access.endswith('p')
+    if not (can_write and is_private): return path, address-first+offset, can_write
 
 # %% ../../nbs/payload/093_mapped.ipynb #623930a5
 @reduces(np.memmap)
@@ -43,7 +54,11 @@ def _(a, pickler):
     storage = pickler.storage_at(memory)
     if storage is not None: return as_memmap, (StandIn(load_on_storage, storage, 0, *shown),)
     pickler.arrays.setdefault(memory, a)
-    place = place_in_file(a) if a.filename and a.size and not pickler.to_notebook else None
+    place = None
+    if a.filename and a.size and not pickler.to_notebook:
+        # there may be thousands of such arrays
+        if pickler.mappings is None: pickler.mappings = mappings()
+        place = place_in_file(a, pickler.mappings)
     if place and (pickler.by_file or not place[-1]): return load_from_file, (*place, *shown)
     make,args,*_ = np.asarray(a).__reduce_ex__(5)
     return as_memmap, (StandIn(make, *args),)

@@ -59,6 +59,7 @@ class Pickler(cloudpickle.Pickler):
     packed = None           # name of the module that is pickled by value
     blank = ()              # addresses in C of storages whose bytes are left out
     by_file = False         # True: what is loaded soon; a file may have other contents later
+    mappings = None         # those of `mapped`, once they were asked for
     def __init__(self,
         file, # Is written to
         on_buffer # Called with each large buffer, as a `PickleBuffer`, instead of writing it
