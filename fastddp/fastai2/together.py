@@ -176,10 +176,11 @@ class Together(OurCallback):
         if text := votes.different(): raise RuntimeError(text)
         if strongest: raise wish if strongest == strength(wish) else _WISHES[strongest]()
         return votes
-    def vote_after_reading(self, *args, **numbers): # Of `vote`
+    def vote_after_reading(self, place, *args, **numbers): # Of `vote`
         """As `vote`; raises `CantShard` on all ranks if they have read different batches of a
         loader that every rank reads"""
-        votes = self.vote(*args, checksum=read_of(getattr(self.learn, 'dl', None)), **numbers)
+        read = read_of(getattr(self.learn, 'dl', None), place == 'end_loop')
+        votes = self.vote(place, *args, checksum=read, **numbers)
         check_same_batches(votes.values('checksum'),
                            'training' if self.learn.training else 'validation')
         return votes

@@ -12,7 +12,7 @@ from contextlib import nullcontext
 import torch
 
 from .sharded import (
-    Shard, Sharded, Step, checksum, iterate_original, note_step, one_iteration)
+    Shard, Sharded, Step, iterate_original, note_step, one_iteration)
 from .trees import is_list_of_items, is_object, map_tensors, tensors_in
 
 # %% ../../nbs/shard/305_read_whole.ipynb #d7a26809
@@ -60,7 +60,7 @@ class ReadWhole(Sharded):
         with one_iteration(self, []) as epoch:
             while read := [*itertools.islice(batches, s.n if s.whole_batches else 1)]:
                 if s.drops_last and len(read) < s.n: break
-                if s.n > 1: epoch.read = checksum([epoch.read, read])
+                if s.n > 1: epoch.note_read(read, waits=not start)
                 sizes = [*map(n_items, read)]
                 total = sum(sizes)
                 b,own = self._own(read, sizes, len(epoch.steps))

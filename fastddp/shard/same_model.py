@@ -9,7 +9,6 @@ __all__ = []
 import contextlib, warnings
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from torch.nn import functional as F
 from torch.nn.modules._functions import SyncBatchNorm as TorchSyncBatchNorm
@@ -18,6 +17,7 @@ from ..base import group
 from ..base.device import is_accelerator
 from ..base.errors import CantDistribute
 from ..base.scoped import with_attrs
+from .sharded import hash_of
 
 # %% ../../nbs/shard/311_same_model.ipynb #3eedf25b
 class SyncBatchNorm(TorchSyncBatchNorm):
@@ -125,22 +125,12 @@ def first_of(names, most):
     "Return the first `most` of the `names`, and how many more there are, as text"
     return ', '.join(names[:most]) + (f' and {len(names)-most} more' if len(names) > most else '')
 
-_PIECE = 2**23      # bytes
-_ODD = 0x9E3779B97F4A7C15-2**64     # the golden ratio, in 64 bits: its products spread
-
 def _hash(p):
-    "Return a hash of all bits of a parameter, as a scalar tensor"
-    res = torch.zeros((), dtype=torch.int64, device=p.device)
     # made in a forward pass: fastai 1's AWD_LSTM puts weights with dropout in the place of its own
-    if not p.is_leaf: return res
-    for piece in p.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8).split(_PIECE):
-        words = F.pad(piece, (0, -len(piece)%8)).view(torch.int64)*_ODD
-        words ^= words >> 32
-        res = res*_ODD+(words*torch.arange(1, 2*len(words), 2, device=words.device)).sum()
-    return res
+    return hash_of(p if p.is_leaf else p.new_empty(0))
 
 def _hashes(params):
-    "Return the `_hash` of each parameter as a list of numbers; the host waits for a GPU once"
+    "Return a hash of each parameter as a list of numbers; the host waits for a GPU once"
     found = [_hash(p) for p in params]
     return torch.stack([o.to(found[0].device) for o in found]).tolist() if found else []
 

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np, torch
 from fastcore.basics import GetAttr, chunked, store_attr
 from torch._utils import ExceptionWrapper
+from torch.nn import functional as F
 
 from ..base import group
-from ..base.device import visible_cores
+from ..base.device import is_accelerator, visible_cores
 from ..base.errors import CantDistribute
 from .trees import is_object, map_tensors
 
@@ -156,9 +157,15 @@ class Epoch:
     ):
         self.steps = steps
         self.n_yielded = 0      # number of batches yielded so far
-        # of a loader that every rank reads: a `checksum` of all that this rank has read so far
-        self.read = 0.
+        # of a loader that every rank reads: a `checksum` of all that this rank has read so far; of
+        # what lies on an accelerator a hash, for which the host would have to wait
+        self.read,self.read_on_device = 0.,0
         self.is_running = True
+    def note_read(self, read, waits):
+        "Count what was read; `waits`: also what lies on an accelerator, at once"
+        hashes = None if waits else []
+        self.read = checksum([self.read, read], hashes)
+        for o in hashes or (): self.read_on_device = self.read_on_device*_ODD+o
 
 @contextlib.contextmanager
 def one_iteration(dl,   # A sharded loader
@@ -179,10 +186,12 @@ def note_step(dl, epoch):
     dl._shard.epoch = epoch
 
 # %% ../../nbs/shard/301_sharded.ipynb #f1d06eb4
-def read_of(dl):
-    "Return a number for what this rank has read in this epoch, if every rank reads all of `dl`"
+def read_of(dl, has_ended=False):
+    """Return a number for what this rank has read in this epoch, if every rank reads all of `dl`.
+    The host waits for an accelerator if the epoch has ended"""
     epoch = getattr(getattr(dl, '_shard', None), 'epoch', None)
-    return epoch.read if epoch else 0.
+    if epoch is None: return 0.
+    return checksum([epoch.read, int(epoch.read_on_device)]) if has_ended else epoch.read
 
 def batch_items(dl,  # A loader in the middle of an epoch
                 in_batch # True: the batch that it yielded last; False: the one that it makes
@@ -312,12 +321,30 @@ def original(dl):
 # Objects whose insides are no data: a model, code, and fastai's learners, callbacks, loaders
 _NOT_DATA = torch.nn.Module,type,FunctionType,MethodType,ModuleType,GetAttr
 
-def checksum(tree):
+_PIECE = 2**23      # bytes
+_ODD = 0x9E3779B97F4A7C15-2**64     # the golden ratio, in 64 bits: its products spread
+
+def hash_of(t):
+    "Return a hash of all bits of a tensor, as a scalar tensor on its device"
+    res = torch.zeros((), dtype=torch.int64, device=t.device)
+    for piece in t.detach().as_subclass(torch.Tensor).reshape(-1).view(torch.uint8).split(_PIECE):
+        words = F.pad(piece, (0, -len(piece)%8)).view(torch.int64)*_ODD
+        words ^= words >> 32
+        places = torch.arange(len(words), device=words.device)*2+1
+        res = res*_ODD+(words*places).sum()
+    return res
+
+def checksum(tree,
+    on_device=None # A list that gets the hashes of tensors on an accelerator. None: they are read
+):
     "Return a number that differs where the tensors and numbers in a tree do"
     seen = {}       # id -> an object that isn't looked into twice; it keeps the id unique
     def described(o):
         if isinstance(o, torch.Tensor):
-            return str(o.dtype), [*o.shape], zlib.crc32(group.bytes_of(o.detach().cpu()).numpy())
+            waits = on_device is None or not is_accelerator(o.device)
+            if not waits: on_device.append(hash_of(o))
+            data = zlib.crc32(group.bytes_of(o.detach().cpu()).numpy()) if waits else ''
+            return str(o.dtype), [*o.shape], data
         name = type(o).__qualname__
         if id(o) in seen or isinstance(o, _NOT_DATA): return name
         seen[id(o)] = o

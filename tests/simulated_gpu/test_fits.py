@@ -324,6 +324,34 @@ def test_a_step_waits_for_the_gpu_no_more_often_than_fastais(norm, loss):
     assert plain and ours and max(ours) <= max(plain), (plain, ours)
 
 
+class Stream:
+    "Without indices; in later batches it has noise of its own, if asked for"
+    def __init__(self, items, noise=0): self.all, self.noise = items, noise
+    def __iter__(self):
+        g = torch.Generator()
+        g.seed()
+        for i, (x, y) in enumerate(self.all): yield x+self.noise*(i > 18)*torch.randn(1, generator=g), y
+
+
+def over_a_stream(noise, *cbs):
+    learn = learner(n_train=96, cbs=cbs)
+    items = [*learn.dls.train_ds]
+    learn.dls.loaders[0] = DataLoader(Stream(items, noise), bs=6, n=len(items), indexed=False, device=gpu())
+    return learn
+
+
+@on_gpus()
+def test_what_a_loader_on_the_gpu_has_read_is_compared_without_a_wait():
+    one, many = (over_a_stream(0, Waits()) for _ in range(2))
+    one.fit(1)
+    many.distrib_fit(1, gpus=[0, 1])
+    # each rank copies the two tensors of both batches to its GPU
+    plain, ours = one.waits.steps, many.waits.steps
+    assert ours and max(ours) <= max(plain)+2, (plain, ours)
+    with pytest.raises(RankRaised, match='training loader, and they have read different batches'):
+        over_a_stream(1).distrib_fit(1, gpus=[0, 1])
+
+
 class WaitsAtTheEnd(Callback):
     "How often the host waits for the device from the last step of an epoch on, until the validation"
     order, run_valid = 3_000_000, False
