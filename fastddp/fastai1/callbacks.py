@@ -109,7 +109,8 @@ class GlobalLoss:
     def __init__(self, learn,
                  losses,    # `Losses` of the fit
                  ranks,     # `Ranks`
-                 step       # This rank's `Step`: what it was fed, and which of that counts
+                 step,      # This rank's `Step`: what it was fed, and which of that counts
+                 read=0.    # `read_of` the loader
     ):
         store_attr()
         own,total = step.counts
@@ -125,8 +126,7 @@ class GlobalLoss:
         part = loss_part(f, yb, count, self.step.n_fed, self.losses.reduction(f))
         # The value: the sum of the ranks' terms makes the loss of the global batch
         own_term = part.weighted(float(loss.detach().float().mean()))
-        read = read_of(torch_dl(self.learn.data.train_dl))
-        terms,divisors,reads,*_ = zip(*self.ranks.meet(own_term, part.divisor, read))
+        terms,divisors,reads,*_ = zip(*self.ranks.meet(own_term, part.divisor, self.read))
         check_same_batches(reads, 'training')
         weighted,total = sum(terms),sum(divisors)
         value = part.global_loss(weighted, total)
@@ -157,8 +157,9 @@ class TrainingBatches:
     def begin(self):
         "Begin a training batch, before callbacks act"
         self.close()
-        self.global_loss = GlobalLoss(self.learn, self.losses, self.ranks,
-                                      step_of(self.learn.data.train_dl))
+        dl = self.learn.data.train_dl
+        self.global_loss = GlobalLoss(self.learn, self.losses, self.ranks, step_of(dl),
+                                      read_of(torch_dl(dl)))
         self.passes.open()
     def close(self):
         "End the batch: passes are this rank's own. May be called twice"
