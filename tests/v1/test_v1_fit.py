@@ -36,6 +36,17 @@ def test_one_cycle(tmp_path):
     assert not any(torch.equal(p, q) for p, q in zip(before, two.model.parameters()))
 
 
+def test_a_method_that_is_replaced_in_one_learner_is_called():
+    learn, calls = plain(4), []
+    fit = learn.fit
+    def own(*args, **kwargs):
+        calls.append(args)
+        return fit(*args, **kwargs)
+    learn.fit = own
+    with learn.distrib_ctx(nprocs=2): learn.fit(1, 1e-2)
+    assert calls == [(1, 1e-2)] and len(learn.recorder.val_losses) == 1 and learn.fit is own
+
+
 def test_running_means_are_those_of_the_global_batch():
     def make(bs):
         learn = plain(bs=bs, n=48)
