@@ -2509,7 +2509,6 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                        'fastddp.payload.kinds.place_of': ('payload/kinds.html#place_of', 'fastddp/payload/kinds.py')},
             'fastddp.payload.mapped': { 'fastddp.payload.mapped.Mapping': ('payload/mapped.html#mapping', 'fastddp/payload/mapped.py'),
                                         'fastddp.payload.mapped._': ('payload/mapped.html#_', 'fastddp/payload/mapped.py'),
-                                        'fastddp.payload.mapped._address': ('payload/mapped.html#_address', 'fastddp/payload/mapped.py'),
                                         'fastddp.payload.mapped.as_memmap': ('payload/mapped.html#as_memmap', 'fastddp/payload/mapped.py'),
                                         'fastddp.payload.mapped.load_from_file': ( 'payload/mapped.html#load_from_file',
                                                                                    'fastddp/payload/mapped.py'),

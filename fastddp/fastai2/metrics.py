@@ -250,4 +250,5 @@ def _copied(m):
     def copied(v):
         try: return copy.deepcopy(v)
         except Exception: return v
-    return {k:copied(v) for k,v in vars(m).items()} | own_methods(m)
+    own = own_methods(m)
+    return {k:own[k] if k in own else copied(v) for k,v in vars(m).items()}

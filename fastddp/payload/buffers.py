@@ -108,7 +108,8 @@ def original_of(address, n):
     where no process of this job writes; None for other memory"""
     # of a mapping that is gone, other memory may have the addresses
     known = [rest for mapping,*rest in _originals if mapping() is not None]
-    known += _files[bisect.bisect(_files, address, key=itemgetter(0))-1:][:1]
+    i = bisect.bisect(_files, address, key=itemgetter(0))
+    known += _files[max(i-1, 0):i]
     for start,size,original,_ in known:
         if start <= address and address+n <= start+size: return original+address-start
 

@@ -6,17 +6,16 @@
 __all__ = []
 
 # %% ../../nbs/payload/093_mapped.ipynb #487993e3
-import bisect, os
+import bisect, math, os
 from typing import NamedTuple
 
 import numpy as np
 
 from .buffers import map_file
-from .reducers import StandIn, load_on_storage, load_view, reduces, root_of
+from .reducers import (
+    StandIn, _place, load_on_storage, load_view, reduces, root_of)
 
 # %% ../../nbs/payload/093_mapped.ipynb #845689b9
-def _address(a): return a.__array_interface__['data'][0]
-
 class Mapping(NamedTuple):
     "What this process has mapped at some addresses"
     first:int       # address
@@ -36,7 +35,7 @@ def place_in_file(a, known # All `Mapping`s
 ):
     """Return `(path, first byte, can be written to)` of an array whose contents are those of a file
     now; None for another one"""
-    address = _address(a)
+    address,_ = _place(a)
     i = bisect.bisect(known, (address+1,))-1
     if i < 0 or known[i].path != os.path.realpath(a.filename): return None
     first,access,offset,path = known[i]
@@ -49,13 +48,14 @@ def _(a, pickler):
     "Pickle the place in the file, or the contents"
     root = root_of(a)
     shown = a.shape,a.strides,a.dtype
-    if root is not a: return load_view_of_file, (root, _address(a)-_address(root), *shown)
-    memory = _address(a),a.nbytes       # a tensor may show it, too: `torch.from_numpy(a)`
+    memory = _place(a)
+    if root is not a: return load_view_of_file, (root, memory[0]-_place(root)[0], *shown)
+    # a tensor may show it, too: `torch.from_numpy(a)`
     storage = pickler.storage_at(memory)
     if storage is not None: return as_memmap, (StandIn(load_on_storage, storage, 0, *shown),)
     pickler.arrays.setdefault(memory, a)
     place = None
-    if a.filename and a.size and not pickler.to_notebook:
+    if a.filename and a.size and a.flags.forc and not pickler.to_notebook:
         # there may be thousands of such arrays
         if pickler.mappings is None: pickler.mappings = mappings()
         place = place_in_file(a, pickler.mappings)
@@ -68,7 +68,7 @@ def load_view_of_file(*args): return as_memmap(load_view(*args))
 def as_memmap(a): return a.view(np.memmap)
 
 def load_from_file(path, start, is_writable, shape, strides, dtype):
-    n = sum((k-1)*step for k,step in zip(shape, strides))+dtype.itemsize
+    n = math.prod(shape)*dtype.itemsize         # it has no gaps
     mapping,first = map_file(path, start, n, is_writable)
     res = np.ndarray.__new__(np.memmap, shape, dtype, mapping, first, strides)
     # private: it is pickled with its contents, if at all
