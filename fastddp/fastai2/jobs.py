@@ -152,7 +152,8 @@ class Sender:
         **kwargs # As of `Changes.capture`
     ):
         if self.ctx.rank: return
-        self.ctx.put(name, self.changes.capture(self.fit.common.state(), **kwargs))
+        self.ctx.put(name, self.changes.capture(
+            self.fit.common.state(), grads=self.fit.same_model.grads, **kwargs))
     @contextmanager
     def sending_raised(self):
         """Context manager of a fit: send its state if a callback raises an exception. The notebook
@@ -253,7 +254,7 @@ def fit_job(ctx, obj):
           distributed(learn, stop_requested=ctx.stop_requested, **call['options']) as fit,
           as_one_process(learn, fit)):
         changes.fit = fit
-        def keep(): changes.send('epoch', ended=False, grads=fit.same_model.grads)
+        def keep(): changes.send('epoch', ended=False)
         ours = [noted, EndOfAll(noted, keep)]
         if call['resumed'] is not None:
             resume = ResumeFit(learn, sent_cbs, call['resumed'])
@@ -266,7 +267,7 @@ def fit_job(ctx, obj):
                         partial(run_fit, learn, learn._with_events, f, ex, final, ours))
         interrupted = until_interrupted(ctx, train, fit.together.leave)
     ctx.end_phase('train')
-    changes.send('cut' if interrupted else 'state', grads=fit.same_model.grads)
+    changes.send('cut' if interrupted else 'state')
     return noted.progress.result(interrupted, report=numbers_of(learn, fit))
 
 # %% ../../nbs/fastai2/726_jobs.ipynb #d24cdfdf
