@@ -7,6 +7,7 @@ __all__ = []
 
 # %% ../../nbs/fastai1/805_jobs.ipynb #9a050004
 from contextlib import suppress
+from pathlib import Path
 
 from fastai import basic_train
 from fastai.callback import Callback
@@ -28,7 +29,7 @@ class NoteProgress(Callback):
                  learn
     ):
         store_attr()
-        self.progress = Progress(ctx, learn.path)
+        self.progress = Progress(ctx, learn.path, Path(learn.path)/learn.model_dir)
         # The clock of `progress` runs: the last batch was one of training
         self.is_timing = False
         ctx.where = 'before the first epoch'

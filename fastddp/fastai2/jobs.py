@@ -9,6 +9,7 @@ __all__ = []
 from contextlib import ExitStack, contextmanager, suppress
 import types
 from functools import partial
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -53,11 +54,9 @@ class NoteProgress(OurCallback):
     has_stepped = False     # True once the first batch has ended, in a fit the first of training
     epoch = None            # that of `where`
     steps_before = 0        # of training, before this epoch
-    def __init__(self, ctx,
-        folder=None # As of `Progress`
-    ):
+    def __init__(self, ctx, *folders): # As of `Progress`
         self.ctx = ctx
-        self.progress = Progress(ctx, folder)
+        self.progress = Progress(ctx, *folders)
         # Where each fit that runs has begun: fastai's `learn.validate`, in a callback, is one
         # inside the fit, which goes on where that began
         self.fits = []
@@ -247,7 +246,7 @@ def fit_job(ctx, obj):
     sent_cbs = [*learn.cbs]
     f,ex,final = call['loop']
     changes = Sender(ctx, learn, obj['edges'])
-    noted = NoteProgress(ctx, learn.path)
+    noted = NoteProgress(ctx, learn.path, Path(learn.path)/learn.model_dir)
     ctx.where = noted.where
     with (changes.sending_raised(), suppress_lines(wants_no_lines(learn)),
           open_run(call['wandb_run']),              # callbacks log until the fit has ended

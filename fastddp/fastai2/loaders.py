@@ -131,9 +131,9 @@ class ShardedDL(Sharded):
         if item is None: raise CantShard(_SKIPPED)      # `do_item` has caught SkipItemException
         return item
 
-_SKIPPED = ("an item was skipped (SkipItemException). One process fills its batch up from the "
-            "items that follow; workers that build only their own items can't. Leave such items "
-            "out of the dataset beforehand, or have every worker read all items: "
+_SKIPPED = ("an item was skipped (it is None, or raised SkipItemException). One process fills its "
+            "batch up from the items that follow; workers that build only their own items can't. "
+            "Leave such items out of the dataset beforehand, or have every worker read all items: "
             "learn.dls.train.reads_whole = True.")
 
 def _is_own(dl, name):

@@ -115,7 +115,7 @@ def whereabouts(
 class Progress:
     "Counts batches, items and seconds of a fit on this rank, and tells the notebook where it is"
     def __init__(self, ctx, # The rank's `Context`
-        folder # `learn.path`, below which callbacks save files; or None
+        *folders # Below which callbacks save files: `learn.path`, and that of models
     ):
         self.ctx = ctx
         self.where = ''                 # the `whereabouts` of the batch that began last
@@ -126,7 +126,7 @@ class Progress:
         self.items = 0                  # of these batches, on all ranks
         self.seconds = 0.
         self.start()        # a callback may train before the first phase does
-        if folder is not None: ctx.saves_below(folder)
+        for o in folders: ctx.saves_below(o)
     def at_batch(self, where, train):
         "Note that a batch begins at `where`, and tell the notebook"
         if self.first_batch_at is None: self.first_batch_at = time.time()

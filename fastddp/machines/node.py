@@ -199,14 +199,23 @@ def _break_dead_links(seconds):
                 for k,v in known.items(): s.setsockopt(socket.IPPROTO_TCP, k, v)
             finally: s.detach()
 
-def files_since(folder, since):
-    """Return the files below `folder` that were written since then, as a dict from path to content;
-    hidden folders and those that begin with `__` are left out"""
-    files = {}
+def times_of_files(folder):
+    """Return when each file below `folder` was changed, by its path; hidden folders and those that
+    begin with `__` are left out"""
+    times = {}
     for p in map(Path, globtastic(folder, symlinks=False, skip_folder_re=r'^(\.|__)')):
-        with suppress(OSError):      # the file is gone, or not readable
-            # a file system's clock may be late by some milliseconds
-            if p.is_file() and p.stat().st_mtime > since-.1: files[str(p)] = p.read_bytes()
+        with suppress(OSError):      # the file is gone
+            # a copy may have the time of modification of the original
+            if p.is_file(): times[str(p)] = p.stat().st_ctime_ns
+    return times
+
+def changed_files(folder,
+    times # As `times_of_files` returned them before
+):
+    "Return the files below `folder` that were written since then, as a dict from path to content"
+    files = {}
+    for path in dict(times_of_files(folder).items() - times.items()):
+        with suppress(OSError): files[path] = Path(path).read_bytes()       # not readable
     return files
 
 def run_on_node(link_timeout, rank0_is_remote, channel, meta, buffers, spec):
@@ -219,11 +228,12 @@ def _call(work, link_timeout, rank0_is_remote, ctx, obj):
     # the options are set on all connections, so the board's have to be open before
     board.group_board()
     _break_dead_links(link_timeout)
-    folders,start = [],time.time()
+    times = {}      # folder -> its `times_of_files`
     def saves_below(folder):
+        if any(Path(folder).is_relative_to(o) for o in times): return
         Path(folder).mkdir(parents=True, exist_ok=True)
-        folders.append(folder)
+        times[folder] = times_of_files(folder)
     if rank0_is_remote and ctx.rank == 0: ctx.saves_below = saves_below
     res = pickle.loads(work)(ctx, obj)
-    if folders: ctx.put('files', dump([files_since(o, start) for o in folders]))
+    if times: ctx.put('files', dump([*map(changed_files, times, times.values())]))
     return res

@@ -14,7 +14,7 @@ from fastai.metrics import accuracy
 from fastai.optimizer import SGD
 from fastai.tabular.all import Categorify, Normalize, TabularDataLoaders, tabular_config, tabular_learner
 from torch import distributed as dist, nn
-from torch.utils.data import DataLoader as TorchLoader
+from torch.utils.data import DataLoader as TorchLoader, default_collate
 from cases import add, case, holds
 from cases.losses import boxes, collate, detect_mean
 from parity import items, learner, values
@@ -79,6 +79,22 @@ holds('Batches', "A loader whose `create_batch` is your own or a library's may r
       "batches")
 for kind in ReadsSlices, ReadsAll:
     add(kind.__name__, lambda kind=kind: over(kind(Rows(37), bs=4), kind(Rows(21), bs=4)))
+
+
+# A `collate_fn` that leaves items out, as people do with those that can't be read
+
+class SomeUnreadable:
+    def __init__(self, n): self.items = items(n)
+    def __len__(self): return len(self.items)
+    def __getitem__(self, i): return None if i % 5 == 1 else self.items[i]
+
+
+def collate_readable(batch): return default_collate([o for o in batch if o is not None])
+
+
+holds('Batches', "A torch `collate_fn` that leaves items out: means are over the items that are left on all workers")
+add('readable', lambda: over(*(TorchLoader(SomeUnreadable(n), batch_size=8, shuffle=n == 37,
+                                           collate_fn=collate_readable) for n in (37, 21))), **only_global, ranks=(2,))
 
 
 # Tables

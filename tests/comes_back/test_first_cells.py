@@ -42,8 +42,9 @@ def saved(o):
 
 DATA = saved({'a': 1})
 
-def of_cell(): return 'of a cell'
-of_cell.__module__ = '__main__'
+# not a function of this module: workers of all tests would import the modules of all tests before they set it
+CELL = dict(__name__='__main__')
+exec("def of_cell(): return 'of a cell'", CELL)
 
 
 # what it is -> (its object, attribute, value, probe)
@@ -66,9 +67,9 @@ ATTRIBUTES = {
     'a partial of torch': (torch, 'load', functools.partial(torch.load, weights_only=False),
                            "__import__('torch').load.keywords"),
     'a function of a cell for one of torch.cuda': (
-        torch.cuda, 'is_bf16_supported', of_cell, "__import__('torch').cuda.is_bf16_supported()"),
+        torch.cuda, 'is_bf16_supported', CELL['of_cell'], "__import__('torch').cuda.is_bf16_supported()"),
     'a method of a class in a private module': (
-        sklearn.linear_model.LinearRegression, 'predict', of_cell,
+        sklearn.linear_model.LinearRegression, 'predict', CELL['of_cell'],
         "__import__('sklearn.linear_model').linear_model.LinearRegression.predict()"),
     'a partial for one of torch.utils': (
         torch.utils.checkpoint, 'checkpoint', functools.partial(torch.utils.checkpoint.checkpoint, use_reentrant=False),

@@ -366,14 +366,17 @@ def test_files_of_a_fit_come_home(machines, cluster, tmp_path):
     "The notebook's machine hasn't what is asked for, so rank 0 is on the other one, which has a /tmp of its own"
     machines.end()
     wait_until_free(CPU=4)
-    learn = learner(path=tmp_path, model_dir='best', metrics=[accuracy])
+    # models needn't lie below the path
+    run = tmp_path/'run'
+    run.mkdir()
+    learn = learner(path=run, model_dir=tmp_path/'best', metrics=[accuracy])
     learn.logger = print
-    (tmp_path/'mine.csv').write_text('as before')
+    (run/'mine.csv').write_text('as before')
     learn.distrib_fit(2, launcher=Ray(nodes=1, per_node=2, resources=dict(there=1), start_timeout=240.),
                       cbs=[SaveModelCallback(every_epoch=True), CSVLogger()])
     assert sorted(o.name for o in (tmp_path/'best').iterdir()) == ['model_0.pth', 'model_1.pth']
-    assert len((tmp_path/'history.csv').read_text().splitlines()) == 3
-    assert (tmp_path/'mine.csv').read_text() == 'as before'
+    assert len((run/'history.csv').read_text().splitlines()) == 3
+    assert (run/'mine.csv').read_text() == 'as before'
     weights = [p.tolist() for p in learn.model.parameters()]
     assert [p.tolist() for p in learn.load('model_1').model.parameters()] == weights
 
