@@ -651,7 +651,7 @@ def names(kind, n):
 
 
 for kind in list, L:
-    for n in 100, 20_000: add(f'{n} names in a {kind.__name__}', functools.partial(names, kind, n))
+    for n in 100, 3_000: add(f'{n} names in a {kind.__name__}', functools.partial(names, kind, n))
 
 
 class Table(list):
