@@ -1,5 +1,5 @@
 "A training script, for torchrun and for plain python: the same code as in a notebook."
-import gc, json, os, sys
+import gc, json, os, sys, warnings
 gc.disable()    # what it imports takes less time so
 import psutil
 from fastai.callback.core import Callback
@@ -53,4 +53,10 @@ res['accumulated'] = [p.flatten().tolist() for p in learn.model.parameters()]
 learn = make_learner(bs=16, loss_func=Anneals())
 with learn.distrib_ctx(**options), learn.no_bar(), learn.no_logging(): learn.fit(2, 0.01)
 res['annealed'] = [p.flatten().tolist() for p in learn.model.parameters()], learn.loss_func.kept[0]['n']
+# and here data of its own
+learn.dls.train.dataset[:] = learn.dls.train.dataset[int(rank):]
+with warnings.catch_warnings(record=True) as found:
+    warnings.simplefilter('always')
+    learn.distrib_validate()
+res['said_of_data'] = [str(o.message) for o in found if 'other items' in str(o.message)]
 json.dump(res, open(f'{sys.argv[1]}/rank{rank}.json', 'w'))

@@ -121,6 +121,13 @@ def test_a_loss_that_counts_is_called_as_often_as_in_one_process(launched):
             assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
 
 
+def test_ranks_that_have_split_the_data_by_themselves_are_told_so(launched):
+    "Once, and not where all have the same: in each of the fits before"
+    done, (a, b) = launched
+    assert len(a['said_of_data']) == 1 and b['said_of_data'] == [] and 'other items' not in done.stderr
+    assert a['said_of_data'][0].startswith('fastddp: rank 1 has other items in its data sets than rank 0')
+
+
 def test_ranks_of_one_host_listen_there_only(launched):
     "Not at the address by which others find this host, as gloo does by itself (torchrun's own store is torchrun's)"
     for o in launched[1]: assert o['listening'] and {*o['listening']} <= {'127.0.0.1', '::1'}

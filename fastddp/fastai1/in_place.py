@@ -19,7 +19,8 @@ from .jobs import NoteProgress, validate_by_ranks
 from .loaders import check_v1, mend_streams, old_numpy, replace_in_fastai, step_sizes
 from .snapshot import loaders_of, place
 from ..launch.rank import Context
-from ..launch.training import finds_lr, launched_group, script_lines, sync_streams
+from ..launch.training import (
+    compare_items, finds_lr, launched_group, script_lines, sync_streams)
 from ..output.capture import use_bars
 from ..shard.same_model import refuse_other_shapes
 
@@ -57,6 +58,7 @@ class AllRanks:
         for dl in loaders_of(learn.data): mend_streams(dl)
         check_v1(learn.data, n, self.options['batch'])
         sync_streams()
+        compare_items(loaders_of(learn.data))
         refuse_other_shapes(learn.model)
         _copy_from_rank0(learn)
         callbacks = callbacks or []
@@ -71,6 +73,7 @@ class AllRanks:
         "Validate as `basic_train.validate`, whose parameters and result it has"
         mend_streams(dl)
         sync_streams()
+        compare_items([dl])
         return validate_by_ranks(self.stop_requested, model, dl, *args, **kwargs)
 
 def _copy_from_rank0(learn):

@@ -25,9 +25,9 @@ from .session import reports
 from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
-from fastddp.launch.training import (
-    cbs_of_rank, enough_epochs, finds_lr, launched_group, script_lines, sync_streams,
-    wants_no_lines)
+from ..launch.training import (
+    cbs_of_rank, compare_items, enough_epochs, finds_lr, launched_group, script_lines,
+    sync_streams, wants_no_lines)
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
@@ -38,8 +38,8 @@ from ..shard.same_model import refuse_other_shapes
 #
 #   learn.distrib_ctx     in_place            the ranks join their group, if they haven't yet
 #
-#   a fit                 _sync_learner       rank 0's random streams, orders of loaders; shapes of
-#                                             the model; rank 0's weights
+#   a fit                 _sync_learner       rank 0's random streams; what data sets hold; orders
+#                                             of loaders; shapes of the model; rank 0's weights
 #                         opt_from_rank0      rank 0's optimizer
 #                         run_fit             what the callbacks of `distributed` exchange
 #                         as_one_process      the last meeting of the fit, at its end
@@ -52,9 +52,11 @@ from ..shard.same_model import refuse_other_shapes
 #
 #   learn.get_preds       preds_in_one_order  the order of rank 0's loader; then it validates
 
-def _sync_learner(learn):
-    "Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights."
+def _sync_learner(learn, *more): # `more`: another loader
+    """Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights;
+    warn of other data."""
     sync_streams()
+    compare_items([*learn.dls.loaders, *more])
     for dl in learn.dls.loaders: order_from_rank0(dl)
     refuse_other_shapes(learn.model)
     model_from_rank0(learn)
@@ -106,7 +108,7 @@ def _validate_in_place(learn, dl,
     stop_requested # As of `distributed`
 ):
     "Validate a loader by all ranks, each of which has called it."
-    _sync_learner(learn)
+    _sync_learner(learn, dl)
     report = Report('inference')
     with distributed(learn, sync_bn=False, shard_dls=False, stop_requested=stop_requested) as fit:
         infer_in_group(learn, dl, fit)

@@ -19,6 +19,7 @@ from ..base.rng import CommonRNG
 from ..base.scoped import environment
 from .report import banner_line, summary_line
 from ..output.replay import print_line
+from ..payload.notes import digest
 from ..payload.reducers import reduces
 from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
@@ -230,6 +231,25 @@ def sync_streams():
     "Install rank 0's random streams on all ranks. A collective"
     if group.world_size() == 1: return
     CommonRNG(group.from_rank0(CommonRNG.capture().state())).install()
+
+# What data sets of fastai and torch hold of their items: the list of them, or of their indices, and
+# the names that their targets stand for
+_OF_ITEMS = 'items','samples','tensors','indices','vocab','classes'
+def _items_in(ds):
+    if type(ds) in (list,tuple): return [digest(ds)]
+    return [digest(getattr(ds, k, None)) for k in _OF_ITEMS]
+
+_OTHER_ITEMS = ("fastddp: rank {} has other items in its data sets than rank 0, other labels, or "
+                "both in another order, and each rank trains on a part of its own ones. Each "
+                "process has made them by itself: give a splitter its seed "
+                "(valid_pct=.2, seed=42), and sort what comes from a folder or a set "
+                "(sorted(get_image_files(path))).")
+def compare_items(dls):
+    "Warn, on rank 0, if the data sets of the ranks' loaders differ. A collective"
+    if group.world_size() == 1: return
+    of_ranks = group.all_gather_object([_items_in(getattr(dl, 'dataset', None)) for dl in dls])
+    others = [r for r,o in enumerate(of_ranks) if o != of_ranks[0]]
+    if others and group.rank() == 0: warnings.warn(_OTHER_ITEMS.format(others[0]))
 
 # %% ../../nbs/launch/512_training.ipynb #4c7d8b67
 @contextmanager

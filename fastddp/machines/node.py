@@ -83,7 +83,7 @@ _SILENCE = 60.      # seconds without a call of the notebook's, at least
 class Node:
     """Ray's actor on one machine. Ray calls its methods in threads, and ends it with the notebook;
     its workers end with it"""
-    def __init__(self, preload, surroundings):
+    def __init__(self, preload, surroundings, hash_seed):
         import ray
         self.own_names = ray.get_runtime_context().runtime_env.get('env_vars') or {}
         self.own = Surroundings.now()
@@ -94,6 +94,7 @@ class Node:
         self.heard_at = float('inf')     # when `hear` was called last
         self.log_positions,self.sent_beats = {},{}
         self._enter(*surroundings)
+        helper.use_hash_seed(hash_seed)
         helper.preload(*preload)
         helper.warm()
         threading.Thread(target=self._watch, daemon=True, name='fastddp-watch').start()

@@ -8,8 +8,7 @@ __all__ = []
 # %% ../../nbs/machines/611_ray.ipynb #3e87b84d
 import math, numbers, os, queue, re, socket, threading, time
 from contextlib import ExitStack, suppress
-from functools import cache, partial
-from pathlib import Path
+from functools import partial
 
 from fastcore.basics import noop, store_attr
 
@@ -124,13 +123,6 @@ def bundles_for(
     return chosen
 
 # %% ../../nbs/machines/611_ray.ipynb #76fb431d
-@cache
-def env_at_start():
-    "Return the environment with which this process was started; where the system can't say, none"
-    try: text = Path('/proc/self/environ').read_bytes()
-    except OSError: return {}
-    return dict(os.fsdecode(o).split('=', 1) for o in text.split(b'\0') if b'=' in o)
-
 # Of the variables that the notebook was started with, those that libraries of its kind read
 _OF_LIBRARIES = re.compile('(OMP|MKL|KMP|OPENBLAS|NUMEXPR|TORCH|PYTORCH|NCCL|GLOO|CUBLAS|CUDNN|HF|'
                            'TRANSFORMERS|TOKENIZERS|TIMM|FASTAI|WANDB|COMET|MLFLOW|NEPTUNE|TF|'
@@ -140,7 +132,7 @@ def surroundings(is_local, names):
     """Return `(environment, working directory, import path)` of this process. To another machine go
     the variables with these names, those that were set since this process began, and libraries';
     of all but the first none that looks like a secret"""
-    now,first = Surroundings.now(),env_at_start()
+    now,first = Surroundings.now(),helper.env_at_start()
     def goes(k, v):
         if is_local or k in names: return True
         is_wanted = first.get(k) != v or _OF_LIBRARIES.fullmatch(k)
@@ -403,7 +395,8 @@ class Ray(WorkerLauncher):
                 max_concurrency=4, num_cpus=0, num_gpus=n_gpus,
                 scheduling_strategy=PlacementGroupSchedulingStrategy(placement_group, i),
                 runtime_env=None if node == home else self.runtime_env
-                ).remote(helper.preloads(), surroundings(node == home, self.env))
+                ).remote(helper.preloads(), surroundings(node == home, self.env),
+                         helper.hash_seed())
             machines.append(Machine(names[node], actor, math.ceil(n_gpus), self.env))
         return sorted(machines, key=lambda m: not m.is_local)
     def _hear(self, m, ref, deadline):

@@ -6,11 +6,13 @@
 __all__ = []
 
 # %% ../../nbs/process/404_helper.ipynb #dfa8706d
-import atexit, ctypes, errno, gc, importlib, json, marshal, os, pickle, pkgutil, shutil, signal
+import atexit, ctypes, errno, functools, gc, importlib, json, marshal, os, pickle, pkgutil, shutil
+import signal, socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback
+import warnings
 from contextlib import contextmanager, suppress
-import socket, stat, struct, subprocess, sys, tempfile, threading, time, traceback, warnings
 from glob import escape, glob
 from multiprocessing import connection
+from pathlib import Path
 from typing import NamedTuple
 
 from ..base.failure import is_user_file
@@ -338,6 +340,29 @@ def run_spawned(
     _run_entry(conn, entry, args)
 
 # %% ../../nbs/process/404_helper.ipynb #0c665fbe
+@functools.cache
+def env_at_start():
+    "Return the environment with which this process was started; where the system can't say, none"
+    try: text = Path('/proc/self/environ').read_bytes()
+    except OSError: return {}
+    return dict(os.fsdecode(o).split('=', 1) for o in text.split(b'\0') if b'=' in o)
+
+_SEED = 'PYTHONHASHSEED'        # a Python reads it as it begins
+_hash_seed = None
+def hash_seed():
+    """Return the seed of `hash(text)`, and so of the order of a set of texts, for all processes
+    that are started for this one: its own if it was given one, else a number that was drawn once"""
+    global _hash_seed
+    if _hash_seed is None:
+        given = (env_at_start() or os.environ).get(_SEED, '')
+        _hash_seed = given if given.isdigit() else str(int.from_bytes(os.urandom(4), 'little'))
+    return _hash_seed
+
+def use_hash_seed(seed):
+    "On another machine: have `hash_seed` return that of the notebook"
+    global _hash_seed
+    _hash_seed = seed
+
 def _start_python(
     call, # The call of a function of this module, as source
     fds,  # Descriptors that the process inherits
@@ -353,7 +378,7 @@ def _start_python(
             f"__import__('fastddp.process.helper', fromlist=['']).{call}")
     command = [sys.executable, *subprocess._args_from_interpreter_flags(), '-c', code]
     return subprocess.Popen(command, pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True,
-                            stdout=out, stderr=out)
+                            stdout=out, stderr=out, env={**os.environ, _SEED:hash_seed()})
 
 # %% ../../nbs/process/404_helper.ipynb #2069b30e
 class _Helper:

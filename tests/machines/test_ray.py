@@ -168,7 +168,7 @@ def test_what_the_notebook_was_started_with_stays_there(monkeypatch):
     "What a cell has set goes, and what libraries read: a list of what goes, not of what doesn't"
     started = dict(DB_PASS='a', MY_DSN='b', NETRC='c', DATA='d', OMP_NUM_THREADS='2', HF_HOME='/data', HF_TOKEN='e')
     for k, v in started.items(): monkeypatch.setenv(k, v)
-    monkeypatch.setattr(launch_ray, 'env_at_start', lambda: dict(started, DATA='before'))
+    monkeypatch.setattr(helper, 'env_at_start', lambda: dict(started, DATA='before'))
     found = launch_ray.surroundings(False, ['MY_DSN'])[0]
     goes = dict(MY_DSN='b', DATA='d', OMP_NUM_THREADS='2', HF_HOME='/data')
     assert {k: found[k] for k in started if k in found} == goes
