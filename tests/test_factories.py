@@ -4,7 +4,9 @@ from fastai.callback.core import Callback
 from fastai.data.core import DataLoaders
 from fastai.optimizer import Adam
 from torch import nn
+from fastai.torch_core import set_seed
 from fastddp.all import *
+from fastddp.base import group
 from learners import make_learner, mlp, points
 from test_inference import bits, frozen, same
 
@@ -29,6 +31,38 @@ def test_data_made_in_the_workers(capfd):
         got = learn.validate(), learn.get_preds(), learn.get_preds(ds_idx=0, with_input=True)
     assert 'in this process' not in capfd.readouterr().out
     same(got, (learn.validate(), learn.get_preds(), learn.get_preds(ds_idx=0, with_input=True)))
+
+
+class Split(Streaming):
+    "Holds the items in an order of its own"
+    def __init__(self, n):
+        self.items = torch.randperm(64)[:n].tolist()
+        super().__init__([points(64)[i] for i in self.items])
+
+
+def split_loaders(): return DataLoaders.from_dsets(Split(48), Split(16), bs=8, device='cpu')
+
+
+class NotesItems(Callback):
+    def after_fit(self): self.items = group.all_gather_object([dl.dataset.items for dl in self.learn.dls.loaders])
+
+
+@pytest.mark.filterwarnings('default:fastddp')
+def test_data_that_a_factory_splits_at_random(capfd):
+    "Is split alike on all workers and in each call; a warning says that the notebook's was split otherwise"
+    learn, found = make_learner(bs=8, cbs=NotesItems()), []
+    torch.manual_seed(3)
+    learn.dls = split_loaders()
+    with learn.distrib_ctx(nprocs=2, dls_factory=split_loaders):
+        for _ in range(2):
+            learn.fit(1)
+            found += learn.notes_items.items
+    assert all(o == found[0] for o in found)
+    assert 'dls_factory has made other items' in capfd.readouterr().err
+    set_seed(0)
+    learn.dls = split_loaders()
+    learn.distrib_fit(1, nprocs=2, dls_factory=split_loaders)
+    assert 'other items' not in capfd.readouterr().err
 
 
 def test_model_made_in_the_workers():
@@ -100,6 +134,7 @@ class Loss(nn.CrossEntropyLoss): pass
 def small_loaders(): return DataLoaders.from_dsets(points(64), bs=8, device='cpu')
 
 
+@pytest.mark.filterwarnings('default:fastddp')
 def test_what_a_factory_does_not_make_is_the_notebooks():
     "Its attributes come back, also where the notebook's loaders are other ones than those of the factory"
     learn = make_learner(bs=8, model=mlp, loss_func=Loss(), cbs=Keeps())

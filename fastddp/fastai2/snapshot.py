@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/fastai2/721_snapshot.ipynb #7c1f43c5
-import pickle, types
+import pickle, types, warnings
 from collections import Counter, OrderedDict, defaultdict
 from contextlib import ExitStack, contextmanager
 from itertools import zip_longest
@@ -20,18 +20,20 @@ from fastai.callback.tracker import TrackerCallback
 from fastai.data.core import DataLoaders
 from fastai.data.load import DataLoader
 from fastai.learner import Learner
+from fastai.torch_core import set_seed
 from fastcore.basics import noop
 from torch.amp import GradScaler
 from torch.utils.data import DataLoader as TorchLoader
 from torch.utils.hooks import RemovableHandle
 
+from ..base import group
 from ..base.device import device_of, is_accelerator
 from ..base.errors import CantDistribute, NotPicklable
 from ..base.rng import CommonRNG
 from ..base.scoped import with_attrs, without_attrs
 from ..launch.unsent import sent_with_less, without_unsent
 from ..launch.training import (
-    is_ours, is_rank0_only, keep_weights, new_tensors, warn_of_lost)
+    is_ours, is_rank0_only, items_of, keep_weights, new_tensors, warn_of_lost)
 from ..output.replay import print_line
 from ..payload.changes import apply as apply_changes, dump_changes, whole_storages
 from ..payload.kinds import attributes, per_class
@@ -207,6 +209,7 @@ def snapshot(
             places = Places(root, left_out, loaders=loaders_of(root)).walk()
         obj = dict(learn=learn, call=call, factories=(model_factory,dls_factory), made=made,
                    edges=places.table())
+        if dls_factory: obj['items'] = items_of(getattr(learn.dls, 'loaders', ()))
         # with a factory, the paths would lead to objects that aren't sent
         named = {} if model_factory or dls_factory else _named_parts(learn)
         made_there = _without_made(learn, model_factory, dls_factory, training)
@@ -261,6 +264,10 @@ def place(learn, device):
     if loss: loss.to(device)
     move_opt_state(learn.opt, device)
 
+_OTHER_DATA = ("fastddp: dls_factory has made other items, other labels, or another order of them "
+               "than learn.dls has. If it splits them at random: give the splitter its seed, here "
+               "and there.")
+
 def unpack(
     obj, # What `snapshot` has pickled: a dict
     device # Of this rank
@@ -268,7 +275,11 @@ def unpack(
     "Return `(learner, call)` of a snapshot, ready to train on `device`."
     learn = obj['learn']
     model_factory,dls_factory = obj['factories']
-    if dls_factory: learn.dls = _new_dls(dls_factory)
+    if dls_factory:
+        set_seed(0)     # what it splits at random is the same on each rank, and in each call
+        learn.dls = _new_dls(dls_factory)
+        if obj['items'] and obj['items'] != items_of(learn.dls.loaders) and not group.rank():
+            warnings.warn(_OTHER_DATA)
     if model_factory: _new_model(learn, model_factory, obj['made'])
     CommonRNG(obj['rng']).install()     # only now: the factories may draw random numbers
     place(learn, device)

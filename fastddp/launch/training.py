@@ -235,9 +235,12 @@ def sync_streams():
 # What data sets of fastai and torch hold of their items: the list of them, or of their indices, and
 # the names that their targets stand for
 _OF_ITEMS = 'items','samples','tensors','indices','vocab','classes'
-def _items_in(ds):
-    if type(ds) in (list,tuple): return [digest(ds)]
-    return [digest(getattr(ds, k, None)) for k in _OF_ITEMS]
+def items_of(dls):
+    "Return what can be compared between processes of the items of loaders' data sets"
+    sets = [getattr(dl, 'dataset', None) for dl in dls]
+    held = [[ds] if type(ds) in (list,tuple) else [getattr(ds, k, None) for k in _OF_ITEMS]
+            for ds in sets]
+    return [[digest(o, by_value=True) for o in of_set] for of_set in held]
 
 _OTHER_ITEMS = ("fastddp: rank {} has other items in its data sets than rank 0, other labels, or "
                 "both in another order, and each rank trains on a part of its own ones. Each "
@@ -247,7 +250,7 @@ _OTHER_ITEMS = ("fastddp: rank {} has other items in its data sets than rank 0, 
 def compare_items(dls):
     "Warn, on rank 0, if the data sets of the ranks' loaders differ. A collective"
     if group.world_size() == 1: return
-    of_ranks = group.all_gather_object([_items_in(getattr(dl, 'dataset', None)) for dl in dls])
+    of_ranks = group.all_gather_object(items_of(dls))
     others = [r for r,o in enumerate(of_ranks) if o != of_ranks[0]]
     if others and group.rank() == 0: warnings.warn(_OTHER_ITEMS.format(others[0]))
 

@@ -110,12 +110,13 @@ class _Finder(NumberPickler):
 def digest(o,
     known={}, # id of an object -> its number
     skip=None, # The id of a known object that is pickled itself
-    with_grads=True # As of `dump`
+    with_grads=True, # As of `dump`
+    by_value=False # True: it doesn't count whether equal parts are one object
 ):
     "Return a `Digest` that differs if the pickle of `o` does; None if it can't be pickled"
     file = _Hasher()
     p = NumberPickler(file, lambda b: file.write(memory_of(b)))
-    p.known,p.skip,p.with_grads = known,skip,with_grads
+    p.known,p.skip,p.with_grads,p.fast = known,skip,with_grads,by_value
     try: p.dump(o)
     except Exception: return None
     return Digest(file.hash.digest())
