@@ -1875,6 +1875,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                   'fastddp/launch/training.py'),
                                          'fastddp.launch.training.compare_items': ( 'launch/training.html#compare_items',
                                                                                     'fastddp/launch/training.py'),
+                                         'fastddp.launch.training.compare_values': ( 'launch/training.html#compare_values',
+                                                                                     'fastddp/launch/training.py'),
                                          'fastddp.launch.training.enough_epochs': ( 'launch/training.html#enough_epochs',
                                                                                     'fastddp/launch/training.py'),
                                          'fastddp.launch.training.finds_lr': ( 'launch/training.html#finds_lr',

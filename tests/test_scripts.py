@@ -121,11 +121,12 @@ def test_a_loss_that_counts_is_called_as_often_as_in_one_process(launched):
             assert mine.flatten().tolist() == pytest.approx(theirs, abs=1e-5)
 
 
-def test_ranks_that_have_split_the_data_by_themselves_are_told_so(launched):
+def test_what_ranks_have_made_otherwise_is_said(launched):
     "Once, and not where all have the same: in each of the fits before"
     done, (a, b) = launched
-    assert len(a['said_of_data']) == 1 and b['said_of_data'] == [] and 'other items' not in done.stderr
-    assert a['said_of_data'][0].startswith('fastddp: rank 1 has other items in its data sets than rank 0')
+    assert b['said'] == [] and 'has other items' not in done.stderr and 'has another' not in done.stderr
+    begins = 'has other items in its data sets than rank 0', 'has another 0.frequencies than rank 0'
+    assert len(a['said']) == 2 and all(o.startswith(f'fastddp: rank 1 {b}') for o, b in zip(a['said'], begins))
 
 
 def test_ranks_of_one_host_listen_there_only(launched):

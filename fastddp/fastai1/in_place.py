@@ -20,7 +20,7 @@ from .loaders import check_v1, mend_streams, old_numpy, replace_in_fastai, step_
 from .snapshot import loaders_of, place
 from ..launch.rank import Context
 from ..launch.training import (
-    compare_items, finds_lr, launched_group, script_lines, sync_streams)
+    compare_items, compare_values, finds_lr, launched_group, script_lines, sync_streams)
 from ..output.capture import use_bars
 from ..shard.same_model import refuse_other_shapes
 
@@ -60,6 +60,7 @@ class AllRanks:
         sync_streams()
         compare_items(loaders_of(learn.data))
         refuse_other_shapes(learn.model)
+        compare_values(learn.model)
         _copy_from_rank0(learn)
         callbacks = callbacks or []
         noted = NoteProgress(Context(group.rank(), n), learn)

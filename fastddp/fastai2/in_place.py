@@ -26,8 +26,8 @@ from .snapshot import place
 from ..launch.rank import Context
 from ..launch.report import Report
 from ..launch.training import (
-    cbs_of_rank, compare_items, enough_epochs, finds_lr, launched_group, script_lines,
-    sync_streams, wants_no_lines)
+    cbs_of_rank, compare_items, compare_values, enough_epochs, finds_lr, launched_group,
+    script_lines, sync_streams, wants_no_lines)
 from ..shard.same_model import refuse_other_shapes
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #0abed9a7
@@ -54,11 +54,12 @@ from ..shard.same_model import refuse_other_shapes
 
 def _sync_learner(learn, *more): # `more`: another loader
     """Give all ranks rank 0's random streams, also those of the learner's loaders, and its weights;
-    warn of other data."""
+    warn of other data, and of a model that differs beside its weights."""
     sync_streams()
     compare_items([*learn.dls.loaders, *more])
     for dl in learn.dls.loaders: order_from_rank0(dl)
     refuse_other_shapes(learn.model)
+    compare_values(learn.model)
     model_from_rank0(learn)
 
 # %% ../../nbs/fastai2/728_in_place.ipynb #7c1d5e01

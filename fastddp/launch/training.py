@@ -21,6 +21,7 @@ from .report import banner_line, summary_line
 from ..output.replay import print_line
 from ..payload.notes import digest
 from ..payload.reducers import reduces
+from ..payload.settings import is_plain
 from ..payload.state import model_tensors
 from ..shard.sharded import Sharded, original
 
@@ -253,6 +254,23 @@ def compare_items(dls):
     of_ranks = group.all_gather_object(items_of(dls))
     others = [r for r,o in enumerate(of_ranks) if o != of_ranks[0]]
     if others and group.rank() == 0: warnings.warn(_OTHER_ITEMS.format(others[0]))
+
+_OTHER_VALUE = ("fastddp: rank {} has another {} than rank 0, and keeps it. Each process has made "
+                "its model by itself: draw random numbers of a model behind set_seed(42), or keep "
+                "them in a buffer (register_buffer), which all ranks get from rank 0.")
+def compare_values(model):
+    """Warn, on rank 0, if the ranks' models hold other numbers, texts or tensors beside their
+    weights and buffers. A collective"""
+    if group.world_size() == 1: return
+    # the order of a set may be another one in each process
+    held = {f'{name}.{k}'.lstrip('.'): v for name,m in model.named_modules()
+            for k,v in vars(m).items()
+            if not k.startswith('_') and type(v) not in (set,frozenset) and is_plain(v)}
+    if len({*group.all_gather_object(digest(held, by_value=True))}) == 1: return
+    first,*others = group.all_gather_object({k:digest(v, by_value=True) for k,v in held.items()})
+    found = [(r, k) for r,of_rank in enumerate(others, 1) for k in first|of_rank
+             if first.get(k) != of_rank.get(k)]
+    if found and group.rank() == 0: warnings.warn(_OTHER_VALUE.format(*found[0]))
 
 # %% ../../nbs/launch/512_training.ipynb #4c7d8b67
 @contextmanager
