@@ -8,6 +8,7 @@ __all__ = ['SETTINGS', 'Setting', 'read_settings', 'texts_of', 'take_settings']
 # %% ../../nbs/payload/101_pairs.ipynb #cb96e733
 import re, sys
 from contextlib import suppress
+from importlib import import_module
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -37,6 +38,7 @@ def _reduced(kind):
     def write(v): getattr(torch._C, put)(*v) if isinstance(v, tuple) else getattr(torch._C, put)(v)
     return Setting(lambda: getattr(torch._C, get)(), write)
 
+# to read a setting imports nothing; to write it imports the library, which the notebook has
 def _lib(name): return sys.modules[name]
 
 def _pandas():
@@ -48,9 +50,10 @@ def _pandas():
     return dict(leaves(_lib('pandas._config.config')._global_config))
 
 def _set_pandas(options):
+    pandas = import_module('pandas')
     own = _pandas()
     for k,v in options.items():
-        if k in own and own[k] != v: _lib('pandas').set_option(k, v)
+        if k in own and own[k] != v: pandas.set_option(k, v)
 
 # those of windows, which a worker hasn't
 _OF_SCREENS = re.compile('backend|interactive|toolbar|webagg|tk|keymap')
@@ -94,9 +97,9 @@ SETTINGS = {        # What sets it -> `Setting`
     'numpy.set_printoptions': Setting(_formats, lambda v: np.set_printoptions(**v)),
     'numpy.seterr': Setting(np.geterr, lambda v: np.seterr(**v)),
     'sklearn.set_config': Setting(lambda: _lib('sklearn').get_config(),
-                                  lambda v: _lib('sklearn').set_config(**v)),
+                                  lambda v: import_module('sklearn').set_config(**v)),
     'pandas.set_option': Setting(_pandas, _set_pandas),
-    'matplotlib.rcParams': Setting(_rc, lambda v: _lib('matplotlib').rcParams.update(v))}
+    'matplotlib.rcParams': Setting(_rc, lambda v: import_module('matplotlib').rcParams.update(v))}
 
 # %% ../../nbs/payload/101_pairs.ipynb #fbccb284
 def read_settings():
