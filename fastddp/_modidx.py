@@ -1865,6 +1865,8 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                                                                       'fastddp/launch/training.py'),
                                          'fastddp.launch.training.Progress.start': ( 'launch/training.html#progress.start',
                                                                                      'fastddp/launch/training.py'),
+                                         'fastddp.launch.training._held_items': ( 'launch/training.html#_held_items',
+                                                                                  'fastddp/launch/training.py'),
                                          'fastddp.launch.training._is_of_model': ( 'launch/training.html#_is_of_model',
                                                                                    'fastddp/launch/training.py'),
                                          'fastddp.launch.training._reduce_sharded': ( 'launch/training.html#_reduce_sharded',

@@ -7,7 +7,7 @@ __all__ = []
 
 # %% ../../nbs/launch/512_training.ipynb #a349c4b5
 import functools, math, os, sys, time, types, warnings
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
@@ -239,9 +239,14 @@ _OF_ITEMS = 'items','samples','tensors','indices','vocab','classes'
 def items_of(dls):
     "Return what can be compared between processes of the items of loaders' data sets"
     sets = [getattr(dl, 'dataset', None) for dl in dls]
-    held = [[ds] if type(ds) in (list,tuple) else [getattr(ds, k, None) for k in _OF_ITEMS]
-            for ds in sets]
-    return [[digest(o, by_value=True) for o in of_set] for of_set in held]
+    return [[digest(o, by_value=True) for o in _held_items(ds)] for ds in sets]
+
+def _held_items(ds):
+    if type(ds) in (list,tuple): return [ds]
+    held = [None]*len(_OF_ITEMS)
+    for i,k in enumerate(_OF_ITEMS):
+        with suppress(Exception): held[i] = getattr(ds, k)      # may be code of the user's
+    return held
 
 _OTHER_ITEMS = ("fastddp: rank {} has other items in its data sets than rank 0, other labels, or "
                 "both in another order, and each rank trains on a part of its own ones. Each "
