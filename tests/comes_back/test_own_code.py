@@ -5,9 +5,17 @@ import pytest
 from parity import assert_same, fit_both, learner, warm
 from fastddp.launch.engine import Job
 from fastddp.payload.own import is_own_module
+from fastddp.payload.patches import collect_patches, own_code
 from fastddp.payload.sending import dump_with_patches
 
 pytestmark = pytest.mark.timeout(120)
+
+
+def test_the_modules_of_tests_have_no_code_of_cells():
+    "Else each worker of each test would import all of them, which took longer than the tests"
+    collect_patches()
+    assert own_code().changes == []
+
 
 TEXT = '''
 import functools, math, threading, torch
