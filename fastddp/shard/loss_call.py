@@ -6,7 +6,7 @@
 __all__ = []
 
 # %% ../../nbs/shard/316_loss_call.ipynb #e3f1bbaa
-from types import MethodType
+from types import MethodType, SimpleNamespace
 
 import torch
 from fastcore.basics import store_attr
@@ -25,6 +25,7 @@ class LossCall:
         meet(**sizes)   a collective operation: returns the `Sizes` of all ranks"""
     f = None            # the loss function in whose place it stands, or None
     module = None       # the loss module whose `forward` this replaces in an event
+    own = {}            # the `forward` that this object had besides its class's, by this name
     n_items = None      # this rank's items in a loss of all ranks' items; None: there is none yet
     was_called = False  # since the last backward pass
     def __init__(self, learn, losses): store_attr()
@@ -40,11 +41,17 @@ class LossCall:
         f = self.learn.loss_func
         if not (isinstance(f, torch.nn.Module) and self.losses.is_whole(f)): return
         self.f = self.module = f
-        vars(f)['forward'] = self
+        attrs = vars(f)
+        if attrs.get('forward') is not self:
+            self.own = {k:v for k,v in attrs.items() if k == 'forward'}
+        attrs['forward'] = self
     def restore(self):
         "Give the learner its own loss function again"
         if self.f is None: return
-        if self.module is not None: vars(self.module).pop('forward', None)
+        attrs = {} if self.module is None else vars(self.module)
+        if attrs.get('forward') is self:
+            del attrs['forward']
+            attrs.update(self.own)
         self.module = None
         of_learn = vars(self.learn)
         if of_learn.get('loss_func') is self: of_learn['loss_func'] = self.f
@@ -75,6 +82,7 @@ class LossCall:
         return self.losses.watched(f, self.training, call)
     def __reduce__(self):
         "A callback may copy the loss module in an event: the copy has its own method"
+        if self.own: return getattr, (SimpleNamespace(**self.own), 'forward')
         return MethodType, (type(self.module).forward, self.module)
     def check_further_pass(self):
         "Tell the user of a loss that a callback computes by itself, of this rank's items"
