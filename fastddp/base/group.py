@@ -319,14 +319,15 @@ def bytes_of(t):
     "Return the bytes of tensor `t` as a flat tensor (uint8)"
     return t.detach().as_subclass(torch.Tensor).contiguous().reshape(-1).view(torch.uint8)
 
-def _on_cpu(o):
+def on_cpu(o):
+    "Return lists, tuples and dicts of tensors with these on the CPU; what is no tensor stays"
     return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), o)
 
 _PIECE = 2**26      # bytes that go at once: torch has N+1 times as many on the GPU meanwhile
 
 def _in_pieces(o, exchange):
     "Return, of each rank that `exchange` hears, the object: its pickle, a piece at a time"
-    data = pickle.dumps(_on_cpu(o))
+    data = pickle.dumps(on_cpu(o))
     first = exchange((len(data), data[:_PIECE]))
     pieces = [[b] for _,b in first]
     for i in range(_PIECE, max(n for n,_ in first), _PIECE):
@@ -347,12 +348,12 @@ def all_gather_object(
     o # What pickle takes: tensors, arrays, numbers and strings, in lists, tuples and dicts
 ):
     "Return the `o` of every rank as a list, in rank order, with tensors on the CPU"
-    if _is_alone(): return [_on_cpu(o)]
+    if _is_alone(): return [on_cpu(o)]
     return _in_pieces(o, _gather)
 
 def from_rank0(o):
     "Return the `o` of rank 0, on every rank, with tensors on the CPU"
-    if _is_alone(): return _on_cpu(o)
+    if _is_alone(): return on_cpu(o)
     return _in_pieces(o if rank() == 0 else None, _broadcast)[0]
 
 # %% ../../nbs/base/009_group.ipynb #15813590

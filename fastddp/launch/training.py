@@ -11,7 +11,6 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 import torch
-from torch.utils._pytree import tree_map_only
 
 from ..base import group
 from ..base.errors import CantDistribute
@@ -244,13 +243,12 @@ def items_of(dls):
 
 def _held_items(ds):
     # each rank has its tensors on a GPU of its own
-    def on_cpu(o): return tree_map_only(torch.Tensor, lambda t: t.detach().cpu(), o)
-    if type(ds) in (list,tuple): return [on_cpu(ds)]
+    if type(ds) in (list,tuple): return [group.on_cpu(ds)]
     held = [None]*len(_OF_ITEMS)
     for i,k in enumerate(_OF_ITEMS):
         with suppress(Exception):       # it may be code of the user's
             o = getattr(ds, k)
-            held[i] = on_cpu(o) if k == 'tensors' else o
+            held[i] = group.on_cpu(o) if k == 'tensors' else o
     return held
 
 _OTHER_ITEMS = ("fastddp: rank {} has other items in its data sets than rank 0, other labels, or "
