@@ -536,7 +536,8 @@ for cls in DICT_VIEWS: reduces(cls, _reduce_view)
 @reduces(types.MappingProxyType)
 def _(view, pickler):
     d, = gc.get_referents(view)
-    classes = [o for o in gc.get_referrers(d) if isinstance(o, type)]       # whose `vars` it is
+    # whose `vars` it is; each class has a `__doc__`, and all objects are searched for the class
+    classes = '__doc__' in d and [o for o in gc.get_referrers(d) if isinstance(o, type)]
     return (vars, (classes[0],)) if classes else (types.MappingProxyType, (d,))
 
 @reduces(memoryview)
