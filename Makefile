@@ -34,6 +34,8 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+# Without compiling them: a third of the time, and Python compiles what is imported.
+PIP := -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile
 
 # Without PYTHON= an environment that exists is used as it is, whatever `python3` means today.
 chosen := $(filter-out file default undefined,$(origin PYTHON))
@@ -75,7 +77,7 @@ test-changed: venv
 
 # wandb is for one long test. Where it is installed, timm imports it, so each process that imports fastai would.
 test-full: venv browser
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir wandb
+	@$(PY) $(PIP) wandb
 	@$(PY) -m pytest tests $(side_by_side)
 
 # Goes on after a part that fails. The page: build/test-all.md
@@ -92,8 +94,8 @@ test-v1: $(V1)/.installed
 $(V1)/.installed: tests/v1/constraints.txt
 	@test -x $(V1)/bin/python || $(PYTHON) -m venv --clear $(V1)
 	@echo 'Installing fastai 1.0.61 and torch 2.0.1 into $(V1) (5 GB; a few minutes the first time)'
-	@$(V1)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r tests/v1/constraints.txt
-	@$(V1)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-deps fastai==1.0.61
+	@$(V1)/bin/python $(PIP) -r tests/v1/constraints.txt
+	@$(V1)/bin/python $(PIP) --no-deps fastai==1.0.61
 	@touch $@
 
 # The oldest fastai 2.x that settings.ini allows. Left out: what needs nbdev 3, which wants a newer fastcore than fastai 2.7.19 does
@@ -107,7 +109,7 @@ test-oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: tests/oldest.txt
 	@test -x $(OLDEST)/bin/python || $(OLDEST_PYTHON) -m venv --clear $(OLDEST)
 	@echo 'Installing fastai 2.7.19 and torch 2.6 into $(OLDEST) (6 GB; a few minutes the first time)'
-	@$(OLDEST)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir -r tests/oldest.txt
+	@$(OLDEST)/bin/python $(PIP) -r tests/oldest.txt
 	@touch $@
 
 # The libraries come without their requirements on versions of fastai, torch and others where those are out of date.
@@ -116,19 +118,18 @@ LIBRARIES_OLD ?= .venv-libraries-old
 test-libraries: $(LIBRARIES)/.installed $(LIBRARIES_OLD)/.installed
 	@OLD='$(CURDIR)/$(LIBRARIES_OLD)/bin/python' $(LIBRARIES)/bin/python tools/works_with.py $(ONLY)
 
-LIBRARIES_PIP := python -m pip install --quiet --disable-pip-version-check --no-cache-dir
 $(LIBRARIES)/.installed: tests/libraries/requirements.txt tests/libraries/without_requirements.txt
 	@test -x $(LIBRARIES)/bin/python || $(PYTHON) -m venv --clear $(LIBRARIES)
 	@echo 'Installing torch, fastai and the libraries into $(LIBRARIES) (8 GB; some minutes the first time)'
-	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) -r tests/libraries/requirements.txt -e '.[dev]'
-	@$(LIBRARIES)/bin/$(LIBRARIES_PIP) --no-deps --no-build-isolation -r tests/libraries/without_requirements.txt
+	@$(LIBRARIES)/bin/python $(PIP) -r tests/libraries/requirements.txt -e '.[dev]'
+	@$(LIBRARIES)/bin/python $(PIP) --no-deps --no-build-isolation -r tests/libraries/without_requirements.txt
 	@touch $@
 
 $(LIBRARIES_OLD)/.installed: tests/oldest.txt tests/libraries/old.txt tests/libraries/old_without_requirements.txt
 	@test -x $(LIBRARIES_OLD)/bin/python || $(OLDEST_PYTHON) -m venv --clear $(LIBRARIES_OLD)
 	@echo 'Installing fastai 2.7.19 and libraries of its time into $(LIBRARIES_OLD) (6 GB; some minutes the first time)'
-	@$(LIBRARIES_OLD)/bin/$(LIBRARIES_PIP) -r tests/oldest.txt -r tests/libraries/old.txt
-	@$(LIBRARIES_OLD)/bin/$(LIBRARIES_PIP) --no-deps -r tests/libraries/old_without_requirements.txt
+	@$(LIBRARIES_OLD)/bin/python $(PIP) -r tests/oldest.txt -r tests/libraries/old.txt
+	@$(LIBRARIES_OLD)/bin/python $(PIP) --no-deps -r tests/libraries/old_without_requirements.txt
 	@touch $@
 
 # A Python is looked for under pyenv and on PATH. Each environment (6 GB) is removed when its tests have passed.
@@ -143,7 +144,7 @@ test-pythons:
 NEXT ?= .venv-next
 test-next:
 	@test -x $(NEXT)/bin/python || $(PYTHON) -m venv --clear $(NEXT)
-	@$(NEXT)/bin/python -m pip install --quiet --disable-pip-version-check --no-cache-dir --pre --upgrade \
+	@$(NEXT)/bin/python $(PIP) --pre --upgrade \
 		torch torchvision fastai -e '.[dev]'
 	@$(NEXT)/bin/python -m pip list 2>/dev/null | grep -iE '^(torch|fastai|fastcore|ipython|numpy) '
 	@$(NEXT)/bin/python -m pytest tests $(SELECT) --ignore=tests/v1 --ignore=tests/test_browser.py $(side_by_side)
@@ -184,7 +185,7 @@ docs: venv $(DOCS)
 	@$(PY) tools/website.py
 
 $(DOCS): settings.ini
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir -e '.[docs]'
+	@$(PY) $(PIP) -e '.[docs]'
 	@touch $@
 
 wheel:
@@ -216,7 +217,7 @@ again:
 $(STAMP): settings.ini setup.py pyproject.toml $(moved) | check
 	@test -x $(PY) || $(PYTHON) -m venv --clear $(VENV)
 	@echo 'Installing into $(VENV): torch, torchvision, fastai and the rest (a few minutes the first time)'
-	@$(PY) -m pip install --quiet --disable-pip-version-check --no-cache-dir torch torchvision fastai -e '.[dev]'
+	@$(PY) $(PIP) torch torchvision fastai -e '.[dev]'
 	@echo '$(CURDIR)' > $(STAMP)
 
 clean:
