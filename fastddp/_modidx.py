@@ -1032,6 +1032,7 @@ d = { 'settings': {'branch': 'main', 'doc_baseurl': '/', 'doc_host': '', 'git_ur
                                          'fastddp.fastai2.loaders.ShardedDL.sample': ( 'fastai2/loaders.html#shardeddl.sample',
                                                                                        'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._is_own': ('fastai2/loaders.html#_is_own', 'fastddp/fastai2/loaders.py'),
+                                         'fastddp.fastai2.loaders._layout': ('fastai2/loaders.html#_layout', 'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._no_length': ( 'fastai2/loaders.html#_no_length',
                                                                                  'fastddp/fastai2/loaders.py'),
                                          'fastddp.fastai2.loaders._order_attrs': ( 'fastai2/loaders.html#_order_attrs',

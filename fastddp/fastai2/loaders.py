@@ -35,10 +35,12 @@ def is_lm(dl):
 
 def lay_out(dl):
     "Divide the text of `dl`, an `LMDataLoader`, into `dl.bs` streams, as its constructor does."
-    dl.bl = (sum(dl.lens)-1)//dl.bs
-    dl.n_batches = math.ceil(dl.bl/dl.seq_len)
-    dl.last_len = dl.bl - (dl.n_batches-1)*dl.seq_len
-    dl.n = dl.n_batches*dl.bs
+    vars(dl).update(_layout(dl))
+
+def _layout(dl):
+    bl = (sum(dl.lens)-1)//dl.bs
+    n_batches = math.ceil(bl/dl.seq_len)
+    return dict(bl=bl, n_batches=n_batches, last_len=bl-(n_batches-1)*dl.seq_len, n=n_batches*dl.bs)
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #63a9968c
 def keeps_state(model):
@@ -219,6 +221,9 @@ def _why_whole(dl # No torch loader
     if dl.bs is None: return "it makes no batches (`bs=None`)"
     if not dl.indexed: return "its dataset has no indices"
     if dl.n is None: return "it has no length"
+    if is_lm(dl) and any(getattr(dl, k) != v for k,v in _layout(dl).items()):
+        return ("`bs`, `seq_len` or `n` was set after its text had been divided (`dl.new(bs=...)` "
+                "divides it anew)")
 
 # %% ../../nbs/fastai2/702_loaders.ipynb #07238585
 def shard_dl(dl,         # A fastai or torch `DataLoader`, or another iterable of batches

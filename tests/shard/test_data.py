@@ -289,6 +289,19 @@ def test_a_language_models_streams_stay_with_their_rank(n, shuffle):
     if shuffle: assert epochs[0] != epochs[1]
 
 
+@pytest.mark.parametrize('name, v', dict(bs=2, seq_len=5, n=40).items())
+def test_a_language_models_loader_that_was_changed_afterwards_is_that_of_one_process(name, v):
+    "Its text stays divided as it was: a smaller batch has other rows"
+    def make():
+        dl = LMDataLoader(texts(), bs=4, seq_len=11, shuffle=True)
+        setattr(dl, name, v)
+        return dl
+    epochs, _ = one_process(make, read=lambda b: [o.tolist() for o in b])
+    dls = ranks(make, 2, batch='global')
+    for batches in epochs:
+        for dl in dls: assert [[o.tolist() for o in b] for b in dl] == batches      # one rank in turn counts
+
+
 def test_padding_is_of_the_ranks_own_batch():
     data = [(o, 0) for o in texts()]
     def make(bs): return SortedDL(data, bs=bs, before_batch=pad_input, shuffle=True, num_workers=0)
