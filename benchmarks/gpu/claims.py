@@ -103,7 +103,7 @@ CLAIMS = [
           tests=('test_two_jobs_on_different_gpus',)),
     Claim('the learner stays on its GPU while a job runs, and a line says what it keeps there',
           ('a job: the learner stays where it is', 'a job: a line says what the learner keeps'),
-          ('The learner stays on its GPU while a job runs', 'If a worker trains on that GPU'),
+          ('The learner stays on its GPU while a job runs',),
           tests=('test_a_background_job',)),
     Claim("AMD's GPUs (`cuda` to torch) and Intel's (`xpu`, over `xccl`)", (),
           ("AMD's GPUs are `cuda` to torch",),
