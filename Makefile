@@ -62,9 +62,9 @@ side_by_side = -n $(JOBS) --dist loadfile --no-loadscope-reorder $(if $(REPORT),
 once_more = { echo 'What has failed, once more, alone:'; $(1) $(SELECT) --last-failed --last-failed-no-failures none; }
 
 # Those on two machines come last, alone: a Ray cluster needs both cores.
-# The device of tests/simulated_gpu is compiled first: beside the tests it would take longer than a test may
+# The device of tests/simulated_gpu is compiled meanwhile; its tests wait for it
 test: venv
-	-@PYTHONPATH=tests $(PY) -m simulated_gpu.build > /dev/null
+	@PYTHONPATH=tests $(PY) -m simulated_gpu.build > /dev/null 2>&1 &
 	@$(PY) -m pytest tests $(SELECT) --ignore=tests/machines $(side_by_side) || $(call once_more,$(PY) -m pytest tests)
 	@$(PY) -m pytest tests/machines $(SELECT)
 
