@@ -5,10 +5,6 @@ one right after the other, in turns first, on one learner: on a machine whose sp
 than two medians. Items are loaded in the rank itself: a loader's own processes would give the one rank a second
 core. What is fixed (the data in memory are shipped anew with each call) is shown by the phases of the last call.
 
-fastddp's workers keep freed memory from batch to batch (base/device), one process doesn't, which is why more
-than 2 can come out. With MALLOC_TRIM_THRESHOLD_=2147483647 MALLOC_MMAP_THRESHOLD_=33554432 MALLOC_TOP_PAD_=16777216
-in the environment it does, too.
-
     python benchmarks/inference.py [--repeats 5] [--machine NAME]
 """
 import statistics, sys, time

@@ -11,7 +11,7 @@ receives, in multiples of S, what the ranks say to each other (weights at the st
 
 `steps`: seconds per training step against a hand-written DDP script under `torchrun --nnodes 2` on two namespaces
 (cases, clock and script: throughput.py), one thread per rank. Goal: 0.97 of the script's steps per second. "Kept" is
-the script with its memory kept from step to step, as our workers keep theirs. In `mlp` fastai's own Python per step
+the script with its memory kept from step to step. In `mlp` fastai's own Python per step
 dominates; as many ranks without another host say whether the hosts have a part in it. Both hosts share the cores of
 this machine: with two of them one rank on each host is the fair case, and with `--per_node 2` four ranks wait for two
 cores.

@@ -5,9 +5,9 @@ end of the first epoch to the end of the last. Where computing dominates, ours i
 fastai's own Python per step dominates, so there ours is held against a `Learner`'s step in one process plus the
 communication that the script adds to its own.
 
-fastddp's workers keep freed memory from step to step (base/device); a script may have that by glibc's variables,
-so it is measured both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and
-MALLOC_MMAP_THRESHOLD_ set.
+glibc gives freed memory of the host back in each step, unless its variables say otherwise, so the script is measured
+both ways: plain, as everybody starts it, and `kept` with MALLOC_TRIM_THRESHOLD_ and MALLOC_MMAP_THRESHOLD_ set. Set
+for the notebook's process, they are its workers', too.
 
     python benchmarks/throughput.py [--repeats 5] [--machine NAME] [--cases convnet,text]
 """
