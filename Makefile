@@ -34,7 +34,7 @@ PYTHON ?= python3
 VENV ?= .venv
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
-# Without compiling them: a third of the time, and Python compiles what is imported.
+# Compiling all modules would take half as long again; Python compiles those that are imported.
 PIP := -m pip install --quiet --disable-pip-version-check --no-cache-dir --no-compile
 
 # Without PYTHON= an environment that exists is used as it is, whatever `python3` means today.
