@@ -18,7 +18,7 @@
 #   make readme    render README.md from nbs/index.ipynb
 #   make size      count tokens, modules, lines, private functions, and the modules that one fit passes through
 #   make sidebar   render nbs/sidebar.yml, the order of the site, from the notebooks' numbers
-#   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether `make test` notices
+#   make test-mutants  change 10 lines of the library at random (N=, SEED=), and see whether the tests notice
 #   make test-faults  the whole table of failures (`make test` runs a spread of it)
 #   make gpu       what is promised about GPUs, checked on this machine's; also without network (GPU_ARGS=--dry: on the CPU)
 #   make test-ray  the tests on a Ray cluster of two hosts made of network namespaces (root)
@@ -151,7 +151,7 @@ test-next:
 
 N ?= 10
 SEED ?= 0
-test-mutants: venv
+test-mutants: venv $(V1)/.installed
 	@$(PY) tools/mutate.py $(N) $(SEED)
 
 test-faults: venv

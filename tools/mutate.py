@@ -1,13 +1,15 @@
-"""Change lines of the library at random, one at a time, and see whether `make test` notices.
+"""Change lines of the library at random, one at a time, and see whether the tests notice.
 
     python tools/mutate.py [N] [SEED]       # N changes (10), the same for the same seed
 
-Each change is made in a clone of the last commit, and the tests stop at the first that fails. One that
-no test notices is shown, for somebody to read: it may be a promise that nothing holds, or a line that
-costs more than it is worth.
+Each change is made in a clone of the last commit, in the module and in its notebook. The tests that the
+module touches run first, then all, and they stop at the first that fails. One that no test notices is
+shown, for somebody to read: it may be a promise that nothing holds, or a line that costs more than it is
+worth.
 """
 import ast, os, random, subprocess, sys, tempfile
 from pathlib import Path
+from changed import HOUSE, NONE_CHOSEN, touched
 from size import modules, package, root
 
 OPERATORS = {ast.Eq: ast.NotEq, ast.NotEq: ast.Eq, ast.Lt: ast.GtE, ast.GtE: ast.Lt, ast.Gt: ast.LtE,
@@ -45,13 +47,13 @@ def mutants(path):
         yield path, o.lineno, (at(o.lineno, o.col_offset), at(o.end_lineno, o.end_col_offset)), text
 
 
-def tests(tree):
-    "Run the tests of `tree`; return the line of the first that fails, or None"
-    ask = [sys.executable, '-m', 'pytest', 'tests', '-m', 'not full', '-q', '-x', '-n', '4', '--dist', 'loadfile',
-           '--no-loadscope-reorder', '--ignore=tests/test_sync.py', '--ignore=tests/test_style.py', '--ignore=tests/v1']
+def first_failure(tree, *which, python=sys.executable):
+    "Run these tests of `tree`; return the line of the first that fails, or None"
+    ask = [python, '-m', 'pytest', *which, '-m', 'not full', '-q', '-x', '-n', '4', '--dist', 'loadfile',
+           '--no-loadscope-reorder', '--ignore=tests/test_sync.py', '--ignore=tests/test_style.py']
     env = {**os.environ, 'PYTHONPATH': f'{tree}:{tree}/tests'}
     run = subprocess.run(ask, cwd=tree, env=env, capture_output=True, text=True)
-    if run.returncode == 0: return None
+    if run.returncode in (0, NONE_CHOSEN): return None
     return next((o for o in run.stdout.splitlines() if o.startswith(('FAILED', 'ERROR'))), run.stdout[-300:])
 
 
@@ -63,8 +65,14 @@ def main(n=10, seed=0):
             subprocess.run(['git', 'clone', '-q', root, d], check=True)
             source = path.read_text()
             (Path(d)/path.relative_to(root)).write_text(source[:start] + text + source[end:])
+            update = Path(sys.executable).parent/'nbdev-update'
+            subprocess.run([update, '--fname', path.relative_to(root)], cwd=d, check=True)
             where = f'{path.relative_to(package)}:{line}  {source[start:end]!r} -> {text!r}'
-            seen = tests(d)
+            if path.parent.name == 'fastai1':
+                seen = first_failure(d, 'tests/v1', python=root/'.venv-v1/bin/python')
+            else:
+                near = [o for o in touched([f'{path.relative_to(root)}']) if o not in HOUSE]
+                seen = first_failure(d, *near) or first_failure(d, 'tests', '--ignore=tests/v1')
         print(where, '\n   ', seen or 'NOT NOTICED', flush=True)
         if not seen: missed.append(where)
     print(f'{int(n)-len(missed)} of {n} noticed')
