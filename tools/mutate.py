@@ -47,9 +47,9 @@ def mutants(path):
         yield path, o.lineno, (at(o.lineno, o.col_offset), at(o.end_lineno, o.end_col_offset)), text
 
 
-def first_failure(tree, *which, python=sys.executable):
+def first_failure(tree, *which, select='not full', python=sys.executable):
     "Run these tests of `tree`; return the line of the first that fails, or None"
-    ask = [python, '-m', 'pytest', *which, '-m', 'not full', '-q', '-x', '-n', '4', '--dist', 'loadfile',
+    ask = [python, '-m', 'pytest', *which, '-m', select, '-q', '-x', '-n', '4', '--dist', 'loadfile',
            '--no-loadscope-reorder', '--ignore=tests/test_sync.py', '--ignore=tests/test_style.py']
     env = {**os.environ, 'PYTHONPATH': f'{tree}:{tree}/tests'}
     run = subprocess.run(ask, cwd=tree, env=env, capture_output=True, text=True)
@@ -72,7 +72,9 @@ def main(n=10, seed=0):
                 seen = first_failure(d, 'tests/v1', python=root/'.venv-v1/bin/python')
             else:
                 near = [o for o in touched([f'{path.relative_to(root)}']) if o not in HOUSE]
-                seen = first_failure(d, *near) or first_failure(d, 'tests', '--ignore=tests/v1')
+                own = [o for o in near if 'test_notebook[' in o]    # also where it is one of the long tests
+                seen = own and first_failure(d, *own, select='') or first_failure(d, *near)
+                seen = seen or first_failure(d, 'tests', '--ignore=tests/v1')
         print(where, '\n   ', seen or 'NOT NOTICED', flush=True)
         if not seen: missed.append(where)
     print(f'{int(n)-len(missed)} of {n} noticed')

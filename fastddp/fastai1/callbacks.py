@@ -329,9 +329,13 @@ def distributed_v1(learn,
     batches = TrainingBatches(learn, ranks, losses)
     on_gpu = is_accelerator(device_of(learn.model))
     sync = SyncModel(learn, average_bn=sync_bn and not on_gpu)
+    empties_state = any(is_kind(cb, ['RNNTrainer']) for cb in callbacks)
     def before_validation():
         batches.close()             # backward passes of a validation are this rank's own
         sync.sync()
+        # a hidden state is that of this rank's rows; an RNN of fastai's empties it where the batch
+        # of a validation is smaller than that of training, as it is in one process
+        if empties_state and group.world_size() > 1: learn.model.reset()
     # Made before `basic_train.validate` is replaced, since it calls fastai's own
     validate = Validation(ranks, common, before_validation)
     counting = [_CountAll(learn, cb) for cb in callbacks

@@ -4,7 +4,7 @@
 // devices mix, memory that is counted and limited, random streams of each device, autocast, the kernels of
 // SyncBatchNorm, a collective backend, and a count of the moments in which the host waits for the device. What isn't:
 // asynchrony, and with it the order of streams; speed; NCCL itself.
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 #include <ATen/CPUGeneratorImpl.h>
 #include <ATen/EmptyTensor.h>
 #include <ATen/autocast_mode.h>

@@ -37,12 +37,13 @@ def words(bs, path):
         res['preds'] = numbers(learn.get_preds(with_loss=True))
     learn.distrib_lr_find(num_it=12)
     res['loaded'] = weights(learn)
+    data = lm_data(path, bs)
+    data.valid_dl = lm_data(path, 4).valid_dl       # a validation keeps the batch
     seed()
-    learn = language_model_learner(lm_data(path, bs), AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0.,
-                                   path=path, alpha=0., beta=0.)
+    learn = language_model_learner(data, AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=path, alpha=0.,
+                                   beta=0.)
     learn.distrib_fit(1, 1e-2)
-    res['text'] = weights(learn)
-    learn.data = lm_data(path, 4)       # validation alone keeps the batch
+    res['text'], res['text losses'] = weights(learn), numbers(learn.recorder.losses+learn.recorder.val_losses)
     res['text validated'] = numbers(learn.distrib_validate())
     learn.save_encoder('encoder')
     learn.load_encoder('encoder')

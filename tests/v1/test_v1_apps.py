@@ -210,11 +210,15 @@ def test_language_model_is_streams(tmp_path):
     def make(bs):
         seed()
         data = lm_data(tmp_path, bs)
+        data.valid_dl = lm_data(tmp_path, 4).valid_dl
+        seed()
         return language_model_learner(data, AWD_LSTM, config=CONFIG, pretrained=False, drop_mult=0., path=tmp_path,
                                       alpha=0., beta=0.)
     two, one = pair(make, lambda l: l.fit_one_cycle(2, 1e-2))
     same_weights(two, one)
     np.testing.assert_allclose(two.recorder.losses, one.recorder.losses, atol=1e-5)
+    # they begin without the hidden state of training, which is that of each rank's rows
+    np.testing.assert_allclose(two.recorder.val_losses, one.recorder.val_losses, atol=1e-6)
     np.testing.assert_array_equal(two.data.train_dl.dataset.idx.idx, one.data.train_dl.dataset.idx.idx)
     assert two.data.train_dl.dataset.bs == 4
     # the next local fit draws its order from the notebook's streams

@@ -26,5 +26,5 @@ def test_every_word_in_place(tmp_path):
     assert done.stdout.count('train_loss') == 4, done.stdout
     one = words(8, tmp_path/'of one')
     assert a['files'] == one['files'] == ['bestmodel.pth', 'encoder.pth', 'stage-1.pth', 'tmp.pth']
-    for k in ('fit', 'losses', 'metrics', 'validate', 'preds', 'loaded', 'text', 'text validated'):
+    for k in ('fit', 'losses', 'metrics', 'validate', 'preds', 'loaded', 'text', 'text losses', 'text validated'):
         assert flat(a[k]) == pytest.approx(flat(one[k]), abs=1e-5), k
