@@ -36,7 +36,8 @@ def pytest_configure(config):
 # Those that take longest begin first: at the end no file goes on alone.
 LONGEST = '''notebooks cases around browser leaves_nothing magics cells scripts demo gpu_check comes_back
 callbacks ranch
-wheel data shapes lock_step decisions caller next_helper odd_processes hangs'''.split()
+wheel data shapes lock_step decisions caller next_helper odd_processes hangs
+v1_apps v1_comes_back v1_notebooks v1_life v1_magics'''.split()
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -157,7 +157,8 @@ def own_variables(module, path, o # An item of `definitions_of`
 
 def set_own_variables(o, values):
     "Set what `own_variables` returned in another process"
-    own = kind(o).attrs(o)
+    # not `attrs` of a module, which asks of each name that it has imported where that is from
+    own = kind(o).attrs(o) if isinstance(o, types.FunctionType) else vars(o)
     for name,v in values.items():
         if is_equal(own.get(name, _ABSENT), v): continue
         with suppress(Exception): kind(o).write(o, {name:v}, [], None)
