@@ -170,24 +170,40 @@ class Class(Kind):
     def put(self, cls, name, v): type.__setattr__(cls, name, v)
     def drop(self, cls, name): type.__delattr__(cls, name)
 
-@functools.lru_cache(10_000)
-def _libraries_with(name, n_modules):
-    """Return `(name, variables)` of the modules that have one of this name, without the user's
-    modules"""
-    return [(k, vars(m)) for k,m in sys.modules.copy().items()
-            if k not in ('__main__','__mp_main__') and name in getattr(m, '__dict__', ())
-            and not is_own_module(m)]
+_libraries = {}         # name -> `(name, variables)` of the libraries' modules that have one of it
+_n_modules = 0          # of this process, when these were found
 
-def imported_from(name, v):
-    "Return the name of a library's module that has this object under this name, or None"
-    found = (k for k,o in _libraries_with(name, len(sys.modules)) if o.get(name) is v)
-    return next(found, None)
+def _look_for(names # A set
+):
+    "Add these names to `_libraries`, by one look at all modules"
+    global _n_modules
+    modules = sys.modules.copy()
+    if len(modules) != _n_modules: _libraries.clear()
+    _n_modules = len(modules)
+    new = names - _libraries.keys()
+    _libraries.update({name:[] for name in new})
+    for k,m in modules.items() if new else ():
+        if k in ('__main__','__mp_main__'): continue
+        attrs = getattr(m, '__dict__', {})
+        found = attrs.keys() & new
+        if found and not is_own_module(m):
+            for name in found: _libraries[name].append((k, attrs))
+
+def imported(values # Name -> object
+):
+    "Return `{name: name of a library's module that has this object under this name}`"
+    _look_for({*values})
+    found = ((name, k) for name,v in values.items() for k,o in _libraries[name][::-1]
+             if o.get(name) is v)
+    return dict(found)
 
 class Module(Kind):
     "The variables of a module of the user's"
     def attrs(self, module):
-        return {k:v for k,v in vars(module).items() if not k.startswith('__')
-                and (is_value(v) or kind(v) is None or not imported_from(k, v))}
+        own = {k:v for k,v in vars(module).items() if not k.startswith('__')}
+        of_libraries = imported({k:v for k,v in own.items()
+                                 if not is_value(v) and kind(v) is not None})
+        return {k:v for k,v in own.items() if k not in of_libraries}
 
 # %% ../../nbs/payload/105_kinds.ipynb #76d042dd
 def _builtin(o, *types):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from fastddp.base.errors import made_in_python
 from fastddp.base.failure import is_user_file
-from fastddp.payload.kinds import imported_from, is_value
+from fastddp.payload.kinds import imported, is_value
 from fastddp.payload.own import (
     INNER_FUNCTIONS, Row, classes_of, import_all, is_from_notebook, is_of_cell,
     is_own_module, is_stand_in, rows_of, take_rows, this_process, written)
@@ -190,11 +190,10 @@ _OF_IMPORT = {'__name__','__builtins__','__spec__','__loader__','__cached__','__
 
 def _pack(module):
     "Return what a module holds, as a pickle of its own: what can't be pickled is left out"
-    attrs = {}
-    for k,v in vars(module).copy().items():
-        if k in _OF_IMPORT or not k.isidentifier(): continue
-        library = None if is_value(v) else imported_from(k, v)
-        attrs[k] = StandIn(attr_of, library, k) if library else v
+    attrs = {k:v for k,v in vars(module).copy().items()
+             if k not in _OF_IMPORT and k.isidentifier()}
+    of_libraries = imported({k:v for k,v in attrs.items() if not is_value(v)})
+    attrs |= {k:StandIn(attr_of, library, k) for k,library in of_libraries.items()}
     name = module.__name__
     try: return _packed((type(module), attrs), name)
     except Exception:
