@@ -66,7 +66,7 @@ def assert_same(there, here, otherwise=OTHERWISE):
     assert compare() is None
 
 
-@pytest.mark.few(19)
+@pytest.mark.few(24)
 @pytest.mark.parametrize('name', HELD)
 @pytest.mark.parametrize('here', [False, True])
 def test_held(two, here, name):

@@ -12,11 +12,11 @@ LINES = dict(whole='is computed over the predictions of all workers',
 
 
 def combinations():
-    """Each case with each number of workers and kind of batch. `make test` takes every fourth case, with one of these,
+    """Each case with each number of workers and kind of batch. `make test` takes every third case, with one of these,
     another one for each"""
     for i, (name, case) in enumerate(CASES.items()):
         ways = [(n, batch) for n in case.ranks for batch in case.batch]
-        short = None if i % 4 else ways[i//4 % len(ways)]
+        short = None if i % 3 else ways[i//3 % len(ways)]
         for n, batch in ways: yield pytest.param(n, name, batch, marks=[] if (n, batch) == short else pytest.mark.full)
 
 
