@@ -170,32 +170,24 @@ class Class(Kind):
     def put(self, cls, name, v): type.__setattr__(cls, name, v)
     def drop(self, cls, name): type.__delattr__(cls, name)
 
-_libraries = {}         # name -> `(name, variables)` of the libraries' modules that have one of it
-_n_modules = 0          # of this process, when these were found
+_found_in = {}          # name -> name of the library's module in which `imported` found it last
 
-def _look_for(names # A set
-):
-    "Add these names to `_libraries`, by one look at all modules"
-    global _n_modules
-    modules = sys.modules.copy()
-    if len(modules) != _n_modules: _libraries.clear()
-    _n_modules = len(modules)
-    new = names - _libraries.keys()
-    _libraries.update({name:[] for name in new})
-    for k,m in modules.items() if new else ():
-        if k in ('__main__','__mp_main__'): continue
-        attrs = getattr(m, '__dict__', {})
-        found = attrs.keys() & new
-        if found and not is_own_module(m):
-            for name in found: _libraries[name].append((k, attrs))
+def _has(module, name, v): return getattr(module, '__dict__', {}).get(name) is v
 
-def imported(values # Name -> object
+def imported(values # Name -> object; not None
 ):
     "Return `{name: name of a library's module that has this object under this name}`"
-    _look_for({*values})
-    found = ((name, k) for name,v in values.items() for k,o in _libraries[name][::-1]
-             if o.get(name) is v)
-    return dict(found)
+    res = {name:k for name,v in values.items()
+           if (k := _found_in.get(name)) and _has(sys.modules.get(k), name, v)}
+    rest = values.keys()-res.keys()
+    # one look at all modules for all that are left, mostly the user's own
+    for k,m in sys.modules.copy().items() if rest else ():
+        found = [name for name in getattr(m, '__dict__', {}).keys() & rest
+                 if _has(m, name, values[name])]
+        if not found or k in ('__main__','__mp_main__') or is_own_module(m): continue
+        for name in found: res.setdefault(name, k)
+    _found_in.update(res)
+    return res
 
 class Module(Kind):
     "The variables of a module of the user's"
